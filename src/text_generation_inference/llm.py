@@ -189,7 +189,7 @@ class LLM(AbstractContextManager["LLM"]):
     def _generate(
         self, batch: Sequence[Prompt | PicturePrompt], all_params: Sequence[SamplingParams], options: _Options
     ) -> list[Completion]:
-        with self._see(batch) as seen:
+        with self._see(batch, options) as seen:
             groups = [
                 [self._make_job(prompt, p, *options) for _ in range(p.best_of)]
                 for prompt, p in zip(seen, all_params, strict=True)
@@ -280,15 +280,16 @@ class LLM(AbstractContextManager["LLM"]):
         return prompt
 
     @contextmanager
-    def _see(self, batch: Sequence[Prompt | PicturePrompt]) -> Generator[list[Prompt | SeenPrompt]]:
+    def _see(self, batch: Sequence[Prompt | PicturePrompt], options: _Options) -> Generator[list[Prompt | SeenPrompt]]:
         """Prompts with their pictures loaded, for as long as the context lasts."""
+        _, cache_salt, _ = options
         held: list[str] = []
         seen: list[Prompt | SeenPrompt] = []
         try:
             for prompt in batch:
                 if isinstance(prompt, PicturePrompt):
                     assert self._pictures is not None
-                    found = self._pictures.loader.load_sync(prompt.sources) if prompt.sources else []
+                    found = self._pictures.loader.load_sync(prompt.sources, cache_salt) if prompt.sources else []
                     held += [picture.digest for picture in found]
                     prompt = SeenPrompt(prompt.texts, found)
                 seen.append(prompt)
@@ -338,7 +339,7 @@ class LLM(AbstractContextManager["LLM"]):
                 self._drop(job)
 
     def _stream_seen(self, prompt: PicturePrompt, params: SamplingParams, options: _Options) -> Iterator[StreamedToken]:
-        with self._see([prompt]) as (seen,):
+        with self._see([prompt], options) as (seen,):
             yield from self._stream(self._make_job(seen, params, *options))
 
     def _stream(self, job: _Job) -> Iterator[StreamedToken]:

@@ -202,7 +202,7 @@ class VideoSource(msgspec.Struct, frozen=True):
 class PictureSpan(msgspec.Struct, frozen=True, array_like=True):
     """A picture in a prompt. Its pixels are a file of the engine's picture folder, named by the digest."""
 
-    digest: str  # hexadecimal, of the pixels and of all that decides features: size, grid, settings
+    digest: str  # hexadecimal, of the pixels, of all that decides features (size, grid, settings), and of a salt
     runs: list[tuple[int, int]]  # (first token, number) in whose places its features stand, in order
     grid: list[int]  # what the tower must know beside the pixels
     shape: list[int]  # of the pixels, uint8
@@ -266,7 +266,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_new_tokens: int
     stop_token_ids: list[int]  # generation ends after one of these; empty when EOS is ignored
     seed: int
-    cache_salt: str = ""  # requests share cached prefixes only when this is equal
+    cache_salt: str = ""  # requests share cached prefixes only when this is equal; in digests of pictures
     caller: str = ""  # callers take turns
     adapter: str | None = None
     grammar: Grammar | None = None

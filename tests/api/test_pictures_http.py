@@ -5,15 +5,19 @@ The model is random; what it says of a prompt is what `transformers` says of it.
 
 import base64
 import io
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from select import select
 from typing import Any
 
 import httpx2 as httpx
+import msgspec
 import pytest
 from events import read_events
 from PIL import Image
@@ -55,6 +59,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         assert isinstance(self.server, Pictures)
         self.server.paths.append(self.path)
+        if self.path == "/silent.png":
+            self.connection.recv(1)  # until the other end goes
+            return
         data = {"/first.png": as_bytes(FIRST), "/large.png": b"x" * 2_000_000}.get(self.path, b"<html>")
         length = len(data) + 100 * (self.path == "/cut.png")
         self.send_response(404 if self.path == "/missing.png" else 200)
@@ -84,7 +91,7 @@ def seeing(oracle: Oracle) -> Iterator[Server]:
     running = Server(
         *("--model-id", str(oracle.folder), "--max-total-tokens", "700", "--max-batch-total-tokens", "2800"),
         *("--allow-private-media", "--max-image-fetch-size", "1000000", "--dtype", "float32"),
-        *("--max-concurrent-requests", "8"),
+        *("--max-concurrent-requests", "64", "--client-header", "x-caller"),
     )
     yield running
     assert running.metrics()["tgi_picture_held"] == 0
@@ -327,6 +334,60 @@ def test_a_client_that_leaves_holds_nothing(seeing: Server, client: httpx.Client
     assert generate(client, f"![]({as_data(FIRST)})?", best_of=2, do_sample=True)
 
 
+def test_slow_urls_of_one_client_leave_room_for_others(
+    client: httpx.Client, seeing: Server, oracle: Oracle, web: Pictures
+) -> None:
+    """1280 pictures that nobody sends: whoever asks for them is refused beyond three quarters of what may be loaded."""
+    body = msgspec.json.encode({"inputs": f"![]({web.url}/silent.png)" * 32})
+    head = f"POST /generate HTTP/1.1\r\nHost: a\r\nX-Caller: flood\r\nContent-Length: {len(body)}\r\n"
+    with ExitStack() as opened:
+        flood = [opened.enter_context(socket.create_connection(("127.0.0.1", seeing.port))) for _ in range(40)]
+        for connection in flood:
+            connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        seeing.wait_for(lambda: len(select(flood, [], [], 0)[0]) >= 8, "some to be refused")
+        for source in (as_data(FIRST), f"{web.url}/first.png"):
+            expected = oracle.generate([FIRST, "What?"], NUM_NEW).token_ids
+            assert generate(client, f"![]({source})What?") == expected
+        answered = select(flood, [], [], 0)[0]
+        assert len(answered) == 16
+        assert all(connection.recv(1000).startswith(b"HTTP/1.1 429 ") for connection in answered)
+
+
+def test_salts_keep_pictures_apart(client: httpx.Client, seeing: Server) -> None:
+    """Decoded and computed once for each salt, whichever route it comes by: the time tells nothing of others."""
+    picture, number = as_data(draw(70, 40, seed=77)), 0
+
+    def send(salt: str | None, path: str = "/generate") -> tuple[float, float]:
+        """What is decoded for it, and what is known. Prompts differ, so that no prefix is found."""
+        nonlocal number
+        number += 1
+        before = seeing.metrics()
+        if "chat" in path:
+            messages = [{"role": "user", "content": [text(f"{number}"), image(picture)]}]
+            body: dict[str, Any] = {"messages": messages, "max_tokens": 1, "cache_salt": salt}
+        else:
+            body = {"inputs": f"{number}![]({picture})?", "parameters": {"max_new_tokens": 1, "cache_salt": salt}}
+        client.post(path, json=body).raise_for_status()
+        after = seeing.metrics()
+        kept, hits = (after[name] - before[name] for name in ("tgi_picture_kept", "tgi_picture_hits"))
+        return kept, hits
+
+    def num_encoded() -> float:
+        return seeing.metrics().get("tgi_picture_encoded", 0)
+
+    time.sleep(2)  # engines tell it twice a second
+    encoded = num_encoded()
+    for salt in (None, "one", "two"):
+        assert send(salt) == (1, 0)
+        assert send(salt) == (0, 1)
+    assert send("one", "/v1/chat/completions") == (0, 1)
+    assert send("three", "/v1/chat/completions") == (1, 0)
+    for path in ("/tokenize", "/chat_tokenize"):
+        assert send("three", path) == (0, 1)
+        assert send(f"four {path}", path) == (1, 0)
+    seeing.wait_for(lambda: num_encoded() == encoded + 4, "one computation for each salt")
+
+
 def test_what_is_told(client: httpx.Client, seeing: Server) -> None:
     paths = client.get("/api-doc/openapi.json").json()["paths"]
     for path in ("/generate", "/v1/chat/completions"):  # examples of the page at /docs work as they are
@@ -476,6 +537,11 @@ def test_llm(oracle: Oracle, web: Pictures, tmp_path: Path) -> None:
         both = oracle.generate(["a ", FIRST, " b", SECOND], NUM_NEW).token_ids
         assert [one.token_ids for one in batch[:2]] == [expected, both] and not batch[2].error
         assert [token.id for token in llm.stream("What?", params, images=[FIRST])] == expected
+        num_files = len(list(folder.iterdir()))
+        salted = llm.generate("What?", params, images=[FIRST], cache_salt="mine")[0]
+        streamed = llm.stream("What?", params, images=[FIRST], cache_salt="yours")
+        assert salted.token_ids == [token.id for token in streamed] == expected
+        assert len(list(folder.iterdir())) == num_files + 2
         content = [{"type": "image", "image": FIRST}, {"type": "text", "text": "What?"}, image(as_data(SECOND))]
         chatted = llm.chat([{"role": "user", "content": content}], params)
         assert chatted.prompt_token_ids == oracle.ids(["user: ", FIRST, "What?", SECOND, "assistant:"])

@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,9 @@ from text_generation_inference.api.callers import current_caller
 from text_generation_inference.api.turns import Turns
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.errors import OverloadedError, TgiError, ValidationError
+from text_generation_inference.pictures import fetch as fetch_module
 from text_generation_inference.pictures import loader as loader_module
-from text_generation_inference.pictures.fetch import Turn
+from text_generation_inference.pictures.fetch import MAX_AT_ONCE, Turn
 from text_generation_inference.pictures.loader import PictureLoader
 
 Make = Callable[..., PictureLoader]
@@ -32,12 +34,16 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setenv("TGI_FAILPOINTS", f"@{tmp_path / 'faults'}")
     made: list[PictureLoader] = []
 
-    def make_loader(turn: Turn | None = None, **limits: object) -> PictureLoader:
+    def make_loader(
+        *turns: Turn, caller: Callable[[], str] | None = None, private: bool = False, **limits: object
+    ) -> PictureLoader:
+        """`turns`: to fetch, and for a worker."""
         for name, value in limits.items():
-            monkeypatch.setattr(loader_module, name, value)
+            monkeypatch.setattr(fetch_module if name == "MAX_BYTES_AT_ONCE" else loader_module, name, value)
         folder = tmp_path / f"pixels-{len(made)}"
         folder.mkdir()
-        made.append(PictureLoader(ServerConfig(image_workers=2), model, folder, turn, turn))
+        config = ServerConfig(image_workers=2, allow_private_media=private)
+        made.append(PictureLoader(config, model, folder, *turns, caller=caller))
         return made[-1]
 
     yield make_loader
@@ -247,7 +253,8 @@ def test_callers_take_turns(make: Make) -> None:
 
     async def run() -> list[str]:
         ended: list[str] = []
-        loader = make(turn=Turns(2, 30.0).turn)
+        turn = Turns(2, 30.0).turn
+        loader = make(turn, turn)
 
         async def call(caller: str, seed: int) -> None:
             current_caller.set(caller)
@@ -261,3 +268,107 @@ def test_callers_take_turns(make: Make) -> None:
 
     ended = asyncio.run(run())
     assert {ended.index("other 0"), ended.index("other 1")} <= set(range(8))
+
+
+# -- servers that do not answer --------------------------------------------------------------------------------------
+
+HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
+
+
+@asynccontextmanager
+async def web() -> AsyncIterator[str]:
+    """`/silent` says nothing, `/slow` sends 3000 bytes and no more, `/7` is the picture of seed 7."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
+        try:
+            if path[1:].isdigit():
+                writer.write(HEAD + encoded(noise(int(path[1:]))))
+            else:
+                writer.write(HEAD + bytes(3000) if path == "/slow" else b"")
+                await reader.read()  # until the other end goes
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+
+
+def as_caller(name: str, loader: PictureLoader, *sources: str) -> asyncio.Task[None]:
+    async def call() -> None:
+        current_caller.set(name)
+        loader.release([picture.digest for picture in await loader.load(sources)])
+
+    return asyncio.create_task(call())
+
+
+async def settle(tasks: list[asyncio.Task[None]]) -> list[BaseException | None]:
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def leave(tasks: list[asyncio.Task[None]]) -> int:
+    """Clients go away. How many of them were refused before."""
+    for task in tasks:
+        task.cancel()
+    ended = await settle(tasks)
+    assert all(isinstance(each, OverloadedError | asyncio.CancelledError) for each in ended), ended
+    return sum(isinstance(each, OverloadedError) for each in ended)
+
+
+def fetching() -> Turn:
+    return Turns(MAX_AT_ONCE, 30.0, most_each=MAX_AT_ONCE * 3 // 4).turn
+
+
+def test_slow_urls_of_one_caller_leave_room_for_others(make: Make) -> None:
+    """A thousand pictures of a server that says nothing: others load theirs, as data and by URL."""
+
+    async def run() -> None:
+        loader = make(fetching(), Turns(2, 30.0).turn, caller=current_caller.get, private=True)
+        async with web() as url:
+            flood = [as_caller("flood", loader, *[f"{url}/silent"] * 32) for _ in range(40)]
+            await asyncio.sleep(0.2)
+            data = [as_uri(encoded(noise(seed))) for seed in range(31)]
+            others = [as_caller(f"other {n}", loader, *data, f"{url}/{n}") for n in range(2)]
+            assert await asyncio.wait_for(settle(others), 10) == [None, None]
+            assert await leave(flood) == 16  # 24 of its 40 requests are three quarters of all there may be
+        assert loader.num_under_way == 0
+
+    asyncio.run(run())
+
+
+def test_slow_bodies_of_one_caller_leave_room_for_others(make: Make) -> None:
+    async def run() -> None:
+        assert len(encoded(noise(1))) < 4000
+        limits = {"MAX_BYTES_AT_ONCE": 64_000, "caller": current_caller.get, "private": True}
+        loader = make(fetching(), Turns(2, 30.0).turn, **limits)
+        async with web() as url:
+            flood = [as_caller("flood", loader, f"{url}/slow") for _ in range(40)]
+            await asyncio.sleep(0.2)
+            others = [as_caller("other", loader, f"{url}/1")]
+            assert await asyncio.wait_for(settle(others), 10) == [None]
+            assert await leave(flood) == 24  # 16 bodies of 3000 bytes are three quarters
+
+    asyncio.run(run())
+
+
+def test_what_a_worker_has_counts_when_its_caller_has_gone(make: Make, tmp_path: Path) -> None:
+    """Else whoever goes away again and again would fill the memory."""
+
+    async def run() -> None:
+        loader = make(MAX_BYTES_AT_ONCE=4000, MAX_SECONDS=2.0, private=True)
+        (tmp_path / "faults").write_text("picture.decode=hang")
+        async with web() as url:
+            task = as_caller("", loader, f"{url}/1")
+            while not loader.pool.pids:
+                await asyncio.sleep(0.01)
+            await leave([task])
+            assert loader.num_under_way == 1
+            with pytest.raises(OverloadedError, match="too many bytes"):
+                await loader.load([f"{url}/2"])
+            (tmp_path / "faults").write_text("")
+            while loader.num_under_way:
+                await asyncio.sleep(0.01)
+            await as_caller("", loader, f"{url}/2")
+
+    asyncio.run(run())

@@ -5,7 +5,9 @@ import hashlib
 import io
 import json
 import math
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,6 +221,31 @@ def test_videos_are_loaded_from_all_that_holds_frames(oracle: Oracle, loader: Pi
     (joined,) = loader.load_sync([VideoSource(["data:video/jpeg;base64," + ",".join(jpegs)], is_animation=True)])
     assert joined.layout == layout
     loader.release([picture.digest for picture in (*found, joined)])
+
+
+def test_frames_are_fetched(oracle: Oracle, tmp_path: Path) -> None:
+    """In their order, beside frames that are there."""
+    layout, pixels = lay_out(oracle, FRAMES, 2.0)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n" + encoded(FRAMES[int(self.path[1:])]))
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    config = ServerConfig(image_workers=1, allow_private_media=True)
+    loader = PictureLoader(config, oracle.folder, tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as site:
+        threading.Thread(target=site.serve_forever, daemon=True).start()
+        frames: list[Any] = [f"http://127.0.0.1:{site.server_port}/{number}" for number in range(len(FRAMES))]
+        frames[1], frames[3] = encoded(FRAMES[1]), FRAMES[3]
+        (found,) = loader.load_sync([VideoSource(frames)])
+        site.shutdown()
+    assert found.layout == layout
+    assert (tmp_path / found.digest).read_bytes() == pixels.tobytes()
+    assert loader.counts.fetched == 3
+    loader.close()
 
 
 def test_what_is_wrong_with_a_video_is_said(loader: PictureLoader) -> None:

@@ -24,7 +24,9 @@ Handler = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
-async def server(answer: bytes | Handler, tls: ssl.SSLContext | None = None) -> AsyncIterator[tuple[str, list[bytes]]]:
+async def server(
+    answer: bytes | Handler, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1"
+) -> AsyncIterator[tuple[str, list[bytes]]]:
     """One that answers every request alike. Yields its address and the requests it got."""
     seen: list[bytes] = []
 
@@ -42,10 +44,10 @@ async def server(answer: bytes | Handler, tls: ssl.SSLContext | None = None) -> 
         finally:
             writer.close()
 
-    started = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=tls)
+    started = await asyncio.start_server(handle, host, 0, ssl=tls)
     port = started.sockets[0].getsockname()[1]
     try:
-        yield f"http{'s' if tls else ''}://127.0.0.1:{port}/x.png", seen
+        yield f"http{'s' if tls else ''}://{host}:{port}/x.png", seen
     finally:
         started.close()
 
@@ -57,7 +59,7 @@ def make(allow_private: bool = True, max_bytes: int = 1 << 20, timeout_s: float 
 
 async def get(fetcher: Fetcher, url: str) -> bytes:
     try:
-        async with fetcher.fetch(url) as data:
+        async with fetcher.fetch(url) as (data,):
             return bytes(data)
     finally:
         assert fetcher.num_bytes == 0  # nothing stays taken
@@ -198,6 +200,44 @@ def test_redirects_share_the_deadline() -> None:
     assert run_with(hop, timeout_s=0.4) == "Could not fetch image: it took longer than 0.4 seconds"
 
 
+def test_what_belongs_together_is_one_picture_to_all_limits() -> None:
+    """Frames of a video: so many bytes together, one deadline, one turn."""
+    turns = 0
+
+    @asynccontextmanager
+    async def turn() -> AsyncIterator[None]:
+        nonlocal turns
+        turns += 1
+        yield
+
+    async def late(_: bytes, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.1)
+        writer.write(HEAD + b"\r\nxyz")
+
+    async def run(count: int, **settings) -> list[bytes] | str:
+        async with server(late) as (url, seen):
+            fetcher = make(turn=turn, **settings)
+            try:
+                async with fetcher.fetch(*[url] * count) as bodies:
+                    assert fetcher.num_bytes == 3 * count
+                    return [bytes(body) for body in bodies]
+            except ValidationError as error:
+                return f"{error}, asked for {len(seen)}"
+            finally:
+                assert fetcher.num_bytes == 0
+                fetcher.close()
+
+    assert asyncio.run(run(3)) == [b"xyz"] * 3
+    assert turns == 1
+    assert asyncio.run(run(3, max_bytes=9)) == [b"xyz"] * 3
+    refused = "Image size 12 bytes exceeds maximum allowed size of 9 bytes, asked for 4"
+    assert asyncio.run(run(5, max_bytes=9)) == refused
+    found = asyncio.run(run(100, timeout_s=0.35))
+    assert isinstance(found, str)
+    assert found.startswith("Could not fetch image: it took longer than 0.35 seconds, asked for ")
+    assert int(found.split()[-1]) <= 4
+
+
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 @pytest.mark.parametrize(("hops", "is_found"), [(1, True), (5, True), (6, False)])
 def test_redirects_are_followed_five_times(status: int, hops: int, is_found: bool) -> None:
@@ -268,6 +308,42 @@ class _AllowOne(AddressPolicy):
     def check_answers(self, answers) -> None:
         if not self._is_first:
             super().check_answers(answers)
+
+    def check_connection(self, ours, theirs) -> None:
+        if not self._is_first:
+            super().check_connection(ours, theirs)
+
+
+class _AllPublic(AddressPolicy):
+    """The real policy on a machine whose addresses are public, loopback ones in their place."""
+
+    def check_answers(self, answers) -> None:
+        pass
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "pictures.example"])
+def test_the_machine_itself_is_not_asked(host: str) -> None:
+    """Whatever its address is: a firewall in front of it is no hindrance from here."""
+
+    async def run() -> tuple[str, bytes]:
+        async with server(HEAD + b"\r\nx") as (url, seen):
+            resolve, _ = _resolver(["127.0.0.1"])
+            text = await refusal(make(policy=_AllPublic(), resolve=resolve), url.replace("127.0.0.1", host))
+            assert seen == []
+            allowed = await get(make(policy=_AllPublic(allow_private=True), resolve=resolve), url)
+            return text, allowed
+
+    assert asyncio.run(run()) == ("Could not fetch image: the host has no public address", b"x")
+
+
+def test_other_machines_are_asked() -> None:
+    """An address that is not the one we have towards it, which 127.0.0.2 stands for."""
+
+    async def run() -> bytes:
+        async with server(HEAD + b"\r\nx", host="127.0.0.2") as (url, _):
+            return await get(make(policy=_AllPublic()), url)
+
+    assert asyncio.run(run()) == b"x"
 
 
 def test_listed_hosts_are_checked_at_each_hop() -> None:

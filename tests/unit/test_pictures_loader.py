@@ -5,8 +5,11 @@ import hashlib
 import http.server
 import stat
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +19,14 @@ from text_generation_inference.config import ServerConfig, decoder_environment
 from text_generation_inference.errors import OverloadedError, ValidationError
 from text_generation_inference.files import read_json_object
 from text_generation_inference.pictures import loader as loader_module
+from text_generation_inference.pictures import store as store_module
 from text_generation_inference.pictures.decode import decode
 from text_generation_inference.pictures.folder import bytes_to_keep, make_picture_folder
 from text_generation_inference.pictures.frames import PreparedPicture
 from text_generation_inference.pictures.loader import PictureLoader
 from text_generation_inference.pictures.rules import find_rule
 from text_generation_inference.pictures.store import PictureStore
+from text_generation_inference.types import VideoSource
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +52,13 @@ def pictures(shared: PictureLoader) -> Iterator[PictureLoader]:
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[str]:
-    """Serves a picture at any path, of the seed that the path is."""
+    """Serves a picture at any path, of the seed that the path ends in; under /late/ after a while."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            data = encoded(noise(int(self.path[1:])))
+            if "late" in self.path:
+                time.sleep(0.3)
+            data = encoded(noise(int(self.path.rpartition("/")[2])))
             self.send_response(200)
             self.send_header("Content-Length", str(len(data)))
             self.send_header("Content-Type", "text/html")  # which nobody looks at
@@ -160,14 +167,41 @@ def test_one_bad_picture_fails_all_of_its_request(pictures: PictureLoader, sourc
     assert pictures.counts.refused == refused + 1
 
 
-def test_numbers_are_limited(pictures: PictureLoader, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValidationError, match=r"^At most 4 image\(s\) may be provided in one prompt\.$"):
-        asyncio.run(pictures.load([GOOD] * 5))
+def test_numbers_are_limited(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_module, "MAX_UNDER_WAY", 3)
+    loader = PictureLoader(ServerConfig(max_images_per_request=4), model, tmp_path)
+    with pytest.raises(ValidationError, match=r"^At most 4 image\(s\) may be provided in one prompt\.$"):
+        asyncio.run(loader.load([GOOD] * 5))
     with pytest.raises(OverloadedError, match="too many pictures"):
-        asyncio.run(pictures.load([GOOD] * 4))
-    found = asyncio.run(pictures.load([GOOD] * 3))
-    pictures.release(picture.digest for picture in found)
+        asyncio.run(loader.load([GOOD] * 4))
+    assert len(asyncio.run(loader.load([GOOD] * 3))) == 3
+    assert loader.num_under_way == 0
+    loader.close()
+
+
+def test_frames_by_url_are_limited(model: Path, tmp_path: Path, site: str) -> None:
+    """All of a request's URLs count, and frames of a video have one deadline; frames as data are not concerned."""
+    config = ServerConfig(max_images_per_request=4, allow_private_media=True, image_fetch_timeout=0.5)
+    loader = PictureLoader(config, model, tmp_path)
+    for sources, given in (
+        ([VideoSource([f"{site}/1"] * 5)], 5),
+        ([VideoSource([GOOD, f"{site}/1", f"{site}/2"]), VideoSource([f"{site.upper()}/1"] * 2), f"{site}/3"], 5),
+        ([VideoSource([f"{site}/1"] * 100_000)], 512),
+    ):
+        with pytest.raises(
+            ValidationError, match=rf"frames of each `video` included\. Given: {given} URLs\. Send frames"
+        ):
+            asyncio.run(loader.load(sources))
+    assert loader.counts.fetched == 0
+    started = time.monotonic()
+    with pytest.raises(ValidationError, match=r"^Could not fetch image: it took longer than 0\.5 seconds$"):
+        asyncio.run(loader.load([VideoSource([f"{site}/late/{number}" for number in range(4)])]))
+    assert time.monotonic() - started < 1.0  # four of them take 1.2 seconds
+    for frames in ([f"{site}/{number}" for number in range(4)], [GOOD] * 500):
+        with pytest.raises(ValidationError, match="^this model takes no videos"):  # they were all there
+            asyncio.run(loader.load([VideoSource(frames)]))
+    assert loader.counts.fetched == 4
+    loader.close()
 
 
 def test_who_goes_away_leaves_nothing(pictures: PictureLoader) -> None:
@@ -250,6 +284,33 @@ def test_settings_of_the_family_are_part_of_a_digest(model: Path, tmp_path: Path
     assert len(set(digests)) == 3
 
 
+def test_salts_keep_pictures_apart(pictures: PictureLoader) -> None:
+    """A file and a name for each; what is known of one tells nothing about another."""
+
+    async def load(salt: str, number: int = 1) -> tuple[set[str], int]:
+        before = pictures.counts.hits
+        uri = as_uri(encoded(noise(900)))
+        loaded = await asyncio.gather(*(pictures.load([uri], salt) for _ in range(number)))
+        digests = [picture.digest for (picture,) in loaded]
+        pictures.release(digests)
+        return set(digests), pictures.counts.hits - before
+
+    async def run() -> None:
+        files = len(pictures.store)
+        salts = ["", "one", "two", "('one'", "one"]
+        found = [await load(salt) for salt in salts]
+        assert [hits for _, hits in found] == [0, 0, 0, 0, 1]
+        digests = [digest for (digest,), _ in found]
+        assert len(set(digests)) == 4 and digests[1] == digests[4]
+        assert all(len(digest) == 64 and int(digest, 16) for digest in digests)
+        assert len(pictures.store) == files + 4
+        assert len({(pictures.store.folder / digest).read_bytes() for digest in digests}) == 1
+        at_once = await asyncio.gather(*(load(salt, 3) for salt in ("three", "four")))
+        assert [len(digests) for digests, _ in at_once] == [1, 1] and at_once[0] != at_once[1]
+
+    asyncio.run(run())
+
+
 # -- the store ------------------------------------------------------------------------------------------------------
 
 
@@ -282,6 +343,48 @@ def test_least_recently_used_files_go_first(tmp_path: Path) -> None:
     store.release([digests[0]])
     put(store, 5, num_bytes=21)
     assert len(store) == 1
+
+
+def test_the_number_of_files_is_limited(tmp_path: Path) -> None:
+    store = PictureStore(tmp_path, 1000, max_files=3)
+    digests = [put(store, number) for number in range(3)]
+    assert store.acquire(b"\0") is not None
+    put(store, 3)
+    assert {path.name for path in tmp_path.iterdir()} == {digests[0], digests[2], prepared(3).digest}
+    assert store.acquire(b"\2") is not None and store.acquire(b"\3") is not None
+    with pytest.raises(OverloadedError, match="no room"):
+        put(store, 4)
+    store.release([digests[2]])
+    put(store, 4)
+    assert store.acquire(b"\2") is None and len(store) == 3
+
+
+class CountingDict(OrderedDict[Any, Any]):
+    """Tells how many of its entries were looked at."""
+
+    looked_at = 0
+
+    def items(self) -> Any:
+        for item in super().items():
+            CountingDict.looked_at += 1
+            yield item
+
+
+def test_adding_looks_at_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever there is: the event loop waits."""
+    monkeypatch.setattr(store_module, "OrderedDict", CountingDict)
+    store = PictureStore(tmp_path, 2000)
+    for number in range(210):
+        put(store, number)
+    assert len(store) == 200
+    CountingDict.looked_at = 0
+    path = store.name_new()
+    path.write_bytes(bytes(10))
+    store.add(b"new", prepared(250), path)
+    assert CountingDict.looked_at <= 2
+    with pytest.raises(OverloadedError):
+        put(store, 251, num_bytes=2001)
+    assert len(store) == 200  # nothing goes for what has no room at all
 
 
 def test_several_sources_of_one_file(tmp_path: Path) -> None:

@@ -114,9 +114,9 @@ class GenerateParameters(msgspec.Struct, kw_only=True):
     adapter_id: Annotated[str | None, doc("No adapters are served: the model itself answers, whatever is named.")] = (
         None
     )
-    cache_salt: Annotated[str | None, doc("Cached prefixes are shared only between requests with the same one.")] = (
-        None  # ours
-    )
+    cache_salt: Annotated[
+        str | None, doc("Cached prefixes and pictures are shared only between requests with the same one.")
+    ] = None  # ours
 
     def __post_init__(self) -> None:
         check_u64(best_of=self.best_of, truncate=self.truncate, seed=self.seed)
@@ -275,7 +275,9 @@ class VertexParameters(msgspec.Struct):
         U32 | None, doc("At most this many tokens. Without it, as many as the server's limits allow.", example=20)
     ] = None
     seed: Annotated[U64 | None, doc("Makes random choices repeatable.")] = None
-    cache_salt: Annotated[str | None, doc("Cached prefixes are shared only between requests with the same one.")] = None
+    cache_salt: Annotated[
+        str | None, doc("Cached prefixes and pictures are shared only between requests with the same one.")
+    ] = None
 
     def __post_init__(self) -> None:
         check_u64(seed=self.seed)

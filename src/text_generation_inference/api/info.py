@@ -112,7 +112,8 @@ async def metrics(call: Call) -> None:
 async def tokenize(call: Call) -> None:
     body = await call.read_body(_GENERATE)
     with call.service.admit() as permit:
-        text, special = await write_prompt(call.service, body.inputs, "inputs", True, permit)
+        salt = body.parameters.cache_salt
+        text, special = await write_prompt(call.service, body.inputs, "inputs", True, permit, salt)
         await answer_tokens(call, text, "inputs", special)
 
 
@@ -121,7 +122,8 @@ async def chat_tokenize(call: Call) -> None:
     body = await call.read_body(_CHAT)
     with call.service.admit() as permit:
         prompt = await render_chat(call.service, body, call.request.is_long)
-        text, special = await write_prompt(call.service, prompt.pictures or prompt.text, "messages", False, permit)
+        given = prompt.pictures or prompt.text
+        text, special = await write_prompt(call.service, given, "messages", False, permit, body.cache_salt)
         after = b',"templated_text":' + msgspec.json.encode(prompt.text) + b"}"
         await answer_tokens(call, text, "messages", special, b'{"tokenize_response":', after)
 

@@ -91,7 +91,8 @@ async def _tokenize(call: Call, inputs: str, parameters: GenerateParameters, per
             lambda: native_grammar(parameters.grammar, service.config), call.request.is_long
         )
     except ValidationError:  # lengths come first in TGI's order
-        await service.prepare(inputs, params, truncate=parameters.truncate, permit=permit)
+        salt = parameters.cache_salt
+        await service.prepare(inputs, params, truncate=parameters.truncate, cache_salt=salt, permit=permit)
         raise
     return await service.prepare(
         inputs,

@@ -293,7 +293,9 @@ class _Sampling(msgspec.Struct, kw_only=True):
         Annotated[int, Meta(ge=-1)] | None, doc("Another name of `truncate`. -1: as many as the model takes.")
     ] = None  # the same; -1: to what the model takes
     ignore_eos: Annotated[bool | None, doc("Go on after a token that ends the text.")] = None
-    cache_salt: Annotated[str | None, doc("Cached prefixes are shared only between requests with the same one.")] = None
+    cache_salt: Annotated[
+        str | None, doc("Cached prefixes and pictures are shared only between requests with the same one.")
+    ] = None
     min_tokens: Annotated[U32 | None, doc("No end before so many tokens.")] = None
     max_new_tokens: Annotated[U32 | None, doc("Another name of `max_tokens`.", example=20)] = (
         None  # TGI's name of `max_tokens`

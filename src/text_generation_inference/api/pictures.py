@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from text_generation_inference.api.callers import current_caller
 from text_generation_inference.api.metrics import Metrics
 from text_generation_inference.api.turns import Turns
 from text_generation_inference.config import ServerConfig
@@ -55,24 +56,33 @@ class Pictures:
     def find(
         cls, config: ServerConfig, facts: ModelFacts, tokenizer: Tokenizer, metrics: Metrics | None = None
     ) -> "Pictures | None":
-        """Of the model that the engine serves; None for one that does not see. With `metrics`, callers take turns."""
+        """Of the model that the engine serves; None for one that does not see.
+
+        With `metrics`, callers take turns and share the room there is.
+        """
         if facts.pictures is None or config.picture_folder is None or isinstance(tokenizer, IdsAsText):
             return None
         folder = Path(facts.folder)
         rule = find_rule(folder, read_json_object(folder / "config.json"))
         if rule is None:
             return None
-        turns = () if metrics is None else _turns(config, metrics)
-        return cls(rule, tokenizer, PictureLoader(config, folder, Path(config.picture_folder), *turns))
+        pixels = Path(config.picture_folder)
+        if metrics is None:
+            return cls(rule, tokenizer, PictureLoader(config, folder, pixels))
+        loader = PictureLoader(config, folder, pixels, *_turns(config, metrics), current_caller.get)
+        return cls(rule, tokenizer, loader)
 
-    async def see(self, prompt: str | PicturePrompt, field: str, holder: Holder) -> SeenPrompt:
-        """Load what a prompt shows. In a text, pictures are Markdown. Raises what is wrong with it, before fetching."""
+    async def see(self, prompt: str | PicturePrompt, field: str, holder: Holder, salt: str) -> SeenPrompt:
+        """Load what a prompt shows. In a text, pictures are Markdown. Raises what is wrong with it, before fetching.
+
+        What is kept of pictures is shared between requests of the same salt.
+        """
         if isinstance(prompt, str):
             prompt = split_markdown(prompt)
         prompt.check(self.words, field)
         if not prompt.sources:
             return SeenPrompt(prompt.texts, [])
-        found = await self.loader.load(prompt.sources)
+        found = await self.loader.load(prompt.sources, salt)
         holder.hold([picture.digest for picture in found])
         return SeenPrompt(prompt.texts, found)
 

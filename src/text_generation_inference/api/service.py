@@ -204,7 +204,7 @@ class Service:
             params = msgspec.structs.replace(params, ignore_eos=True)
 
         salt = make_salt(cache_salt, self.config.cache_salt_by_key)
-        seen = await self.see(prompt, field, permit)
+        seen = await self.see(prompt, field, permit, salt)
         length = seen.num_characters if isinstance(seen, SeenPrompt) else len(seen)
 
         def work() -> GenerationRequest:
@@ -241,13 +241,13 @@ class Service:
         """How prompts show pictures, if the model sees."""
         return None if self.pictures is None else self.pictures.words
 
-    async def see(self, prompt: Prompt, field: str, permit: "Permit") -> str | Sequence[int] | SeenPrompt:
+    async def see(self, prompt: Prompt, field: str, permit: "Permit", salt: str) -> str | Sequence[int] | SeenPrompt:
         """A prompt with its pictures loaded, if the model sees; the permit holds them. Raises `ValidationError`."""
         if self.pictures is None:
             assert not isinstance(prompt, PicturePrompt)
             return prompt
         if isinstance(prompt, str | PicturePrompt):
-            return await self.pictures.see(prompt, field, permit)
+            return await self.pictures.see(prompt, field, permit, salt)
         return prompt
 
     async def run_beside(self, work: Callable[[], T], long: bool) -> T:

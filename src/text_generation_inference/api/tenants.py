@@ -1,7 +1,7 @@
-"""What keeps tenants apart in the prefix cache: a salt, by the request or by its key.
+"""What keeps tenants apart in the prefix cache and among pictures: a salt, by the request or by its key.
 
-Requests share cached prefixes only where their salts are equal; else the time to the first token would tell
-whether somebody else has sent the same prompt.
+Requests share cached prefixes and pictures only where their salts are equal; else the time to the first token would
+tell whether somebody else has sent the same prompt, or the same picture.
 """
 
 import hashlib

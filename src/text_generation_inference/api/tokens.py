@@ -14,6 +14,7 @@ from text_generation_inference.api.call import Call
 from text_generation_inference.api.http import Response
 from text_generation_inference.api.memory import release_memory
 from text_generation_inference.api.service import LONG_TEXT, Permit, Service
+from text_generation_inference.api.tenants import make_salt
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.text.picture_prompt import PicturePrompt, SeenPrompt, write_seen
 from text_generation_inference.text.tokenizer import Tokenizer
@@ -24,10 +25,15 @@ _encode = msgspec.json.Encoder().encode
 
 
 async def write_prompt(
-    service: Service, prompt: str | PicturePrompt, field: str, add_special_tokens: bool, permit: Permit
+    service: Service,
+    prompt: str | PicturePrompt,
+    field: str,
+    add_special_tokens: bool,
+    permit: Permit,
+    cache_salt: str | None = None,
 ) -> tuple[str, bool]:
     """A prompt in full, with what stands for its pictures, and whether the tokenizer adds special tokens to it."""
-    seen = await service.see(prompt, field, permit)
+    seen = await service.see(prompt, field, permit, make_salt(cache_salt, service.config.cache_salt_by_key))
     if isinstance(seen, SeenPrompt):
         assert service.words is not None
         return write_seen(seen, service.words, add_special_tokens, service.tokenizer.bos_token)

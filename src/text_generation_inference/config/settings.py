@@ -269,9 +269,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     cors_allow_origin: Annotated[
         list[str], _server("origin that browsers may call from (repeatable)", "ORIGIN", default="any")
     ] = []
-    cache_salt_by_key: Annotated[bool, _server("share cached prefixes only between requests with the same API key")] = (
-        False
-    )
+    cache_salt_by_key: Annotated[
+        bool, _server("share cached prefixes and pictures only between requests with the same API key")
+    ] = False
     ollama_api: Annotated[bool, _server("serve Ollama's API too, under /api")] = False
     responses_store: Annotated[
         int, _server("responses of /v1/responses that can be continued by their id; 0: none", "N", least=0)

@@ -46,6 +46,7 @@ _NOT_PUBLIC_6 = [
         *("2001:db8::/32", "3fff::/20"),  # documentation
     )
 ]
+_NO_PUBLIC_ADDRESS = "the host has no public address"
 
 
 class AddressError(Exception):
@@ -158,4 +159,12 @@ class AddressPolicy:
         The same words whether a name is unknown or private: who asks learns nothing of the network behind the server.
         """
         if not answers or not (self._allow_private or all(map(is_public, answers))):
-            raise AddressError("the host has no public address")
+            raise AddressError(_NO_PUBLIC_ADDRESS)
+
+    def check_connection(self, ours: IpAddress, theirs: IpAddress) -> None:
+        """Addresses of both ends. One of this machine, public as it may be, is behind its firewall from here.
+
+        Raises `AddressError`.
+        """
+        if ours == theirs and not self._allow_private:
+            raise AddressError(_NO_PUBLIC_ADDRESS)

@@ -11,6 +11,7 @@ import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from text_generation_inference.errors import OverloadedError, ValidationError
@@ -24,6 +25,7 @@ from text_generation_inference.pictures.address import (
     parse_address,
 )
 from text_generation_inference.pictures.http_get import AnswerHead, AnswerReading, BadAnswerError, write_request
+from text_generation_inference.pictures.shared_room import SharedRoom
 
 log = logging.getLogger("text_generation_inference.pictures")
 
@@ -37,6 +39,15 @@ Resolve = Callable[[str, int], Awaitable[list[IpAddress]]]
 Turn = Callable[[], AbstractAsyncContextManager[None]]  # wait for one, and have it for as long as the context lasts
 
 
+@dataclass(slots=True)
+class _Taken:
+    """Of the room for bytes, and what is there instead."""
+
+    caller: str
+    num_bytes: int = 0
+    bodies: list[bytearray] = field(default_factory=list[bytearray])
+
+
 class Fetcher:
     def __init__(
         self,
@@ -46,34 +57,46 @@ class Fetcher:
         resolve: Resolve | None = None,
         tls: ssl.SSLContext | None = None,
         turn: Turn | None = None,
+        caller: Callable[[], str] | None = None,
     ) -> None:
-        """`max_bytes`: of one picture; `timeout_s`: for one, from its name to its last byte; `turn`: who is next."""
+        """`max_bytes`: of one picture; `timeout_s`: for one, from its name to its last byte; `turn`: who is next;
+        `caller`: whose picture it is. A video is one picture.
+        """
         self._policy = policy
         self._max_bytes, self._timeout_s = max_bytes, timeout_s
         self._resolve = resolve or self._ask_system
         self._tls = tls
         self._slots = asyncio.Semaphore(MAX_AT_ONCE)
         self._turn = turn or self._slot
-        self.num_bytes = 0  # of bodies that somebody has
+        self._room = SharedRoom(MAX_BYTES_AT_ONCE, caller)
         # Threads of our own: names that nobody answers for hold up nobody else's work.
         self._threads = ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="resolve")
 
+    @property
+    def num_bytes(self) -> int:
+        """Of bodies that somebody has."""
+        return self._room.used
+
     @asynccontextmanager
-    async def fetch(self, url: str) -> AsyncGenerator[bytearray]:
-        """The bytes at a URL, for as long as the context lasts. Raises `ValidationError` with TGI's texts."""
-        body = bytearray()
+    async def fetch(self, *urls: str) -> AsyncGenerator[list[bytearray]]:
+        """What is at URLs that belong together, for as long as the context lasts. Raises `ValidationError` with TGI's
+        texts. They are one picture to all limits: one turn, one deadline, so many bytes together.
+        """
+        taken = _Taken(self._room.caller())
         try:
             async with self._turn():
                 try:
                     async with asyncio.timeout(self._timeout_s):
-                        await self._follow(url, body)
+                        for url in urls:
+                            taken.bodies.append(bytearray())
+                            await self._follow(url, taken)
                 except TimeoutError:
                     raise ValidationError(
                         f"Could not fetch image: it took longer than {self._timeout_s:g} seconds"
                     ) from None
-            yield body
+            yield taken.bodies
         finally:
-            self.num_bytes -= len(body)
+            self._room.give_back(taken.caller, taken.num_bytes)
 
     @asynccontextmanager
     async def _slot(self) -> AsyncGenerator[None]:
@@ -91,11 +114,11 @@ class Fetcher:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _follow(self, url: str, body: bytearray) -> None:
+    async def _follow(self, url: str, taken: _Taken) -> None:
         try:
             address = parse_address(url)
             for _ in range(MAX_REDIRECTS + 1):
-                location = await self._get(address, body)
+                location = await self._get(address, taken)
                 if location is None:
                     return
                 address = join_address(address, location)
@@ -109,7 +132,7 @@ class Fetcher:
             raise ValidationError(f"Could not fetch image: {what}") from None
         raise ValidationError(f"Could not fetch image: there are more than {MAX_REDIRECTS} redirects")
 
-    async def _get(self, address: MediaAddress, body: bytearray) -> str | None:
+    async def _get(self, address: MediaAddress, taken: _Taken) -> str | None:
         """Ask one server. Where it redirects to, or None: the body is there."""
         self._policy.check_host(address)
         answers = [address.ip] if address.ip is not None else await self._resolve(address.host, address.port)
@@ -127,7 +150,7 @@ class Fetcher:
                 return answer.location.decode()
             self._check(answer)
             try:
-                await reading.read_body(lambda part: self._take(body, part))
+                await reading.read_body(lambda part: self._take(taken, part))
             except (BadAnswerError, OSError) as error:
                 why = error if isinstance(error, BadAnswerError) else "the connection failed"
                 raise ValidationError(f"Failed to read image data: {why}") from None
@@ -143,13 +166,14 @@ class Fetcher:
         if answer.length is not None and answer.length > self._max_bytes:
             raise too_large(answer.length, self._max_bytes)
 
-    def _take(self, body: bytearray, part: bytes) -> None:
-        if len(body) + len(part) > self._max_bytes:
-            raise too_large(len(body) + len(part), self._max_bytes)
-        if self.num_bytes + len(part) > MAX_BYTES_AT_ONCE:
+    def _take(self, taken: _Taken, part: bytes) -> None:
+        num_bytes = taken.num_bytes + len(part)
+        if num_bytes > self._max_bytes:
+            raise too_large(num_bytes, self._max_bytes)
+        if not self._room.try_take(taken.caller, len(part)):
             raise OverloadedError("too many bytes of pictures are being fetched")
-        body += part
-        self.num_bytes += len(part)
+        taken.num_bytes = num_bytes
+        taken.bodies[-1] += part
 
     async def _dial(
         self, address: MediaAddress, answers: list[IpAddress]
@@ -161,12 +185,21 @@ class Fetcher:
         for left, ip in zip(range(len(tried), 0, -1), tried, strict=True):
             try:
                 async with asyncio.timeout((end - asyncio.get_running_loop().time()) / left):
-                    return await asyncio.open_connection(
+                    reader, writer = await asyncio.open_connection(
                         str(ip), address.port, ssl=tls, server_hostname=address.host if tls else None
                     )
             except (OSError, TimeoutError):
                 if left == 1:
                     raise
+                continue
+            ours = writer.get_extra_info("sockname")
+            try:
+                self._policy.check_connection(ip_address(ours[0]) if ours else ip, ip)
+            except AddressError:
+                log.info("%s is not asked for a picture: it is at this machine", shorten(address.host))
+                writer.transport.abort()
+                raise
+            return reader, writer
         raise AddressError("the host has no public address")
 
     async def _context(self) -> ssl.SSLContext:

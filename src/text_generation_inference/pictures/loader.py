@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import msgspec
 from PIL import Image
@@ -30,6 +30,7 @@ from text_generation_inference.pictures.folder import bytes_to_keep
 from text_generation_inference.pictures.frames import MAX_FRAMES, FrameJob, PictureJob, PreparedPicture, WorkerSettings
 from text_generation_inference.pictures.pool import WorkerPool
 from text_generation_inference.pictures.rule import PictureLayout
+from text_generation_inference.pictures.shared_room import SharedRoom
 from text_generation_inference.pictures.store import PictureStore
 from text_generation_inference.types import VideoSource
 
@@ -85,14 +86,18 @@ class PictureLoader:
         picture_folder: Path,
         fetch_turn: Turn | None = None,
         decode_turn: Turn | None = None,
+        caller: Callable[[], str] | None = None,
     ) -> None:
-        """Turns: how those who wait to fetch, or for a worker, are put in order; by default as they come."""
+        """Turns: how those who wait to fetch, or for a worker, are put in order; by default as they come.
+
+        `caller`: whose pictures the present task loads, so that others find room beside them.
+        """
         self._max_pictures, self._max_pixels = config.max_images_per_request, config.max_image_pixels
         self._fetches = config.media_urls
         # No picture within the limit of pixels needs more bytes than its pixels have.
         self._max_bytes = min(config.max_image_fetch_size, 4 * self._max_pixels + (1 << 20))
         policy = AddressPolicy(config.allowed_media_domains, config.allow_private_media)
-        self._fetcher = Fetcher(policy, self._max_bytes, config.image_fetch_timeout, turn=fetch_turn)
+        self._fetcher = Fetcher(policy, self._max_bytes, config.image_fetch_timeout, turn=fetch_turn, caller=caller)
         self._decode_turn = decode_turn or nullcontext
         max_memory = _OTHER_BYTES + _BYTES_PER_PIXEL * self._max_pixels
         settings = WorkerSettings(str(model_folder), self._max_pixels, max_memory, MAX_CPU_SECONDS)
@@ -102,7 +107,7 @@ class PictureLoader:
         self._waiting = ThreadPoolExecutor(num_workers, thread_name_prefix="picture")  # one for each worker
         self._aside_thread = ThreadPoolExecutor(1, thread_name_prefix="picture-bytes")
         self._under_way: dict[bytes, asyncio.Task[None]] = {}  # by source
-        self._num_loading = 0
+        self._room = SharedRoom(MAX_UNDER_WAY, caller)
         self._counts = PictureCounts()
         self._loop: _LoopThread | None = None
 
@@ -115,18 +120,23 @@ class PictureLoader:
     @property
     def num_under_way(self) -> int:
         """Pictures that are fetched, wait or are decoded."""
-        return self._num_loading + len(self._under_way)
+        return self._room.used
 
-    async def load(self, sources: Sequence[str | VideoSource]) -> list[LoadedPicture]:
-        """Pictures and videos by URL or data URI, in order: all of them, or what is wrong with one is raised."""
-        return await self._load(sources)
+    async def load(self, sources: Sequence[str | VideoSource], salt: str = "") -> list[LoadedPicture]:
+        """Pictures and videos by URL or data URI, in order: all of them, or what is wrong with one is raised.
 
-    def load_sync(self, sources: Sequence[str | bytes | Path | Image.Image | VideoSource]) -> list[LoadedPicture]:
+        Nothing of a picture is shared between different salts: neither its file nor, by its digest, its features.
+        """
+        return await self._load(sources, salt)
+
+    def load_sync(
+        self, sources: Sequence[str | bytes | Path | Image.Image | VideoSource], salt: str = ""
+    ) -> list[LoadedPicture]:
         """The same for a program without an event loop, which may also name files and have pictures of its own."""
         if self._loop is None:
             self._loop = _LoopThread()
-        self._check_number(len(sources))
-        return self._loop.run(self._load([self._open_local(source) for source in sources]))
+        self._check_number(sources)
+        return self._loop.run(self._load([self._open_local(source) for source in sources], salt))
 
     def release(self, digests: Iterable[str]) -> None:
         """Of pictures that were loaded, each as often as it was: the request that needed them has ended."""
@@ -142,11 +152,12 @@ class PictureLoader:
             self._loop.close()
         self.store.close()
 
-    async def _load(self, sources: "Sequence[str | bytes | _Pixels | VideoSource]") -> list[LoadedPicture]:
-        self._check_number(len(sources))
-        if self.num_under_way + len(sources) > MAX_UNDER_WAY:
-            raise OverloadedError("too many pictures are being loaded")
-        tasks = [asyncio.create_task(self._load_one(source)) for source in sources]
+    async def _load(self, sources: "Sequence[str | bytes | _Pixels | VideoSource]", salt: str) -> list[LoadedPicture]:
+        self._check_number(sources)
+        places = self._take_room(len(sources))
+        tasks = [asyncio.create_task(self._load_one(*each, salt)) for each in zip(sources, places, strict=True)]
+        for task, place in zip(tasks, places, strict=True):
+            task.add_done_callback(lambda _, place=place: place.close())  # one that was cancelled before it began
         try:
             return list(await asyncio.gather(*tasks))
         except BaseException as error:
@@ -157,39 +168,56 @@ class PictureLoader:
                 task.add_done_callback(self._give_back)
             raise
 
+    def _take_room(self, num_pictures: int) -> list[ExitStack]:
+        """For each picture what gives its room back."""
+        caller = self._room.caller()
+        if not self._room.try_take(caller, num_pictures):
+            raise OverloadedError("too many pictures are being loaded")
+        places = [ExitStack() for _ in range(num_pictures)]
+        for place in places:
+            place.callback(self._room.give_back, caller, 1)
+        return places
+
     def _give_back(self, task: "asyncio.Task[LoadedPicture]") -> None:
         if not task.cancelled() and task.exception() is None:
             self.release([task.result().digest])
 
-    def _check_number(self, num_pictures: int) -> None:
-        if num_pictures > self._max_pictures:
+    def _check_number(self, sources: Sequence[object]) -> None:
+        if len(sources) > self._max_pictures:
             raise ValidationError(f"At most {self._max_pictures} image(s) may be provided in one prompt.")
+        num_urls = sum(map(_count_urls, sources))
+        if num_urls > self._max_pictures:
+            raise ValidationError(
+                f"At most {self._max_pictures} image(s) of one prompt may be fetched, frames of each `video` included."
+                f" Given: {num_urls} URLs. Send frames as data"
+            )
 
-    async def _load_one(self, source: "str | bytes | _Pixels | VideoSource") -> LoadedPicture:
-        self._num_loading += 1
-        try:
-            prepared = await self._find(source)
-        finally:
-            self._num_loading -= 1
+    async def _load_one(
+        self, source: "str | bytes | _Pixels | VideoSource", place: ExitStack, salt: str
+    ) -> LoadedPicture:
+        prepared = await self._find(source, place, salt)
         self._counts.loaded += 1
         self._counts.pixels += prepared.width * prepared.height
         return LoadedPicture(prepared.digest, prepared.layout, prepared.width, prepared.height)
 
-    async def _find(self, source: str | bytes | _Pixels | VideoSource) -> PreparedPicture:
-        async with AsyncExitStack() as fetched:
+    async def _find(self, source: str | bytes | _Pixels | VideoSource, place: ExitStack, salt: str) -> PreparedPicture:
+        async with AsyncExitStack() as held:  # room among the pictures, and among the bytes
+            held.enter_context(place.pop_all())
             if isinstance(source, VideoSource):
-                return await self._prepare(*await self._gather(source, fetched))
-            return await self._prepare(*await self._bytes_of(source, fetched))
+                return await self._prepare(*await self._gather(source, held), held, salt)
+            return await self._prepare(*await self._bytes_of(source, held), held, salt)
 
-    async def _gather(self, video: VideoSource, fetched: AsyncExitStack) -> tuple[PictureJob, bytearray]:
+    async def _gather(self, video: VideoSource, held: AsyncExitStack) -> tuple[PictureJob, bytearray]:
         """All frames of a video, one after the other."""
         sources, is_animation = await self._aside(_DONE_AT_ONCE + 1, lambda: split_video(video))
         if not sources or len(sources) > MAX_FRAMES:
             raise ValidationError(f"a video must have 1 to {MAX_FRAMES} frames. Given: {len(sources)}")
+        urls = [source for source in sources if _is_url(source)]
+        bodies = await self._fetch(urls, held) if urls else []
         frames: list[FrameJob] = []
         data = bytearray()
         for source in sources:
-            job, part = await self._bytes_of(source, fetched)
+            job, part = (PictureJob(""), bodies.pop(0)) if _is_url(source) else await self._read(source)
             frames.append(FrameJob(len(part), job.format, job.is_base64, job.size))
             data += part
             if len(data) > self._max_bytes:
@@ -197,36 +225,49 @@ class PictureLoader:
         return PictureJob("", frames=frames, is_animation=is_animation, fps=video.fps), data
 
     async def _bytes_of(
-        self, source: str | bytes | _Pixels, fetched: AsyncExitStack
+        self, source: str | bytes | _Pixels, held: AsyncExitStack
     ) -> tuple[PictureJob, bytes | bytearray]:
-        """What comes with `fetched` is there for as long as that lasts."""
+        """What is fetched is there for as long as `held` lasts."""
+        if _is_url(source):
+            (data,) = await self._fetch([source], held)
+            return PictureJob(""), data
+        return await self._read(source)
+
+    async def _read(self, source: str | bytes | _Pixels) -> tuple[PictureJob, bytes | bytearray]:
+        """What nothing is fetched for."""
         if isinstance(source, _Pixels):
             return PictureJob("", size=source.size), source.data
         if isinstance(source, bytes):
             return PictureJob(""), source
-        if source.startswith("data:"):
-            uri = await self._aside(len(source), lambda: parse_data_uri(source))
-            return PictureJob("", uri.format, is_base64=True), uri.data
-        if not source.lower().startswith(("http://", "https://")):
+        if not source.startswith("data:"):
             raise invalid_content(source)
+        uri = await self._aside(len(source), lambda: parse_data_uri(source))
+        return PictureJob("", uri.format, is_base64=True), uri.data
+
+    async def _fetch(self, urls: Sequence[str], held: AsyncExitStack) -> list[bytearray]:
         if not self._fetches:
             raise ValidationError("Could not fetch image: this server fetches none. Send it as a data URI")
         started = time.perf_counter()
-        data = await fetched.enter_async_context(self._fetcher.fetch(source))
-        self._counts.fetched += 1
-        self._counts.fetched_bytes += len(data)
+        bodies = await held.enter_async_context(self._fetcher.fetch(*urls))
+        self._counts.fetched += len(urls)
+        self._counts.fetched_bytes += sum(map(len, bodies))
         self._counts.fetch_seconds += time.perf_counter() - started
-        return PictureJob(""), data
+        return bodies
 
-    async def _prepare(self, job: PictureJob, data: bytes | bytearray) -> PreparedPicture:
-        """From the books, or by a worker. Requests that come with the same bytes at once wait for one."""
-        source = await self._digest(job, data)
+    async def _prepare(
+        self, job: PictureJob, data: bytes | bytearray, held: AsyncExitStack, salt: str
+    ) -> PreparedPicture:
+        """From the books, or by a worker, which has what is held until it is done, whoever goes away.
+
+        Requests that come with the same bytes at once wait for one.
+        """
+        source = await self._digest(job, data, salt)
         is_known = True
         while (prepared := self.store.acquire(source)) is None:
             is_known = False
             task = self._under_way.get(source)
             if task is None:
-                task = asyncio.create_task(self._work(source, job, data))
+                task = asyncio.create_task(self._work(source, job, data, held.pop_all(), salt))
                 self._under_way[source] = task
                 task.add_done_callback(lambda task: self._forget(source, task))
             await asyncio.shield(task)  # whoever goes away takes nothing from the others
@@ -238,23 +279,26 @@ class PictureLoader:
         if not task.cancelled():
             task.exception()  # seen, also if all who wanted to know have gone away
 
-    async def _work(self, source: bytes, job: PictureJob, data: bytes | bytearray) -> None:
+    async def _work(
+        self, source: bytes, job: PictureJob, data: bytes | bytearray, held: AsyncExitStack, salt: str
+    ) -> None:
         path = self.store.name_new()
         job = msgspec.structs.replace(job, output=str(path))
         started = time.perf_counter()
-        try:
-            async with self._decode_turn():
-                prepared = await _run(self._waiting, lambda: self.pool.prepare(job, data))
-            self.store.add(source, prepared, path)
-        finally:
-            self.store.discard(path)
-            self._counts.prepare_seconds += time.perf_counter() - started
+        async with held:
+            try:
+                async with self._decode_turn():
+                    prepared = await _run(self._waiting, lambda: self.pool.prepare(job, data))
+                self.store.add(source, _salted(prepared, salt), path)
+            finally:
+                self.store.discard(path)
+                self._counts.prepare_seconds += time.perf_counter() - started
 
-    async def _digest(self, job: PictureJob, data: bytes | bytearray) -> bytes:
-        """Of bytes and of what they are said to be."""
+    async def _digest(self, job: PictureJob, data: bytes | bytearray, salt: str) -> bytes:
+        """Of bytes, of what they are said to be, and of who shares them."""
 
         def compute() -> bytes:
-            about = (job.format, job.is_base64, job.size, job.frames, job.is_animation, job.fps)
+            about = (job.format, job.is_base64, job.size, job.frames, job.is_animation, job.fps, salt)
             digest = hashlib.sha256(repr(about).encode() + b"\0")
             digest.update(data)
             return digest.digest()
@@ -275,7 +319,7 @@ class PictureLoader:
             check_size(*source.size, self._max_pixels)
             image = to_rgb(source.copy())
             return _Pixels(image.size, image.tobytes())
-        if isinstance(source, str) and not source.lower().startswith(("http://", "https://", "data:")):
+        if isinstance(source, str) and not _is_url(source) and not source[:5].lower().startswith("data:"):
             source = Path(source)
         if isinstance(source, Path):
             try:
@@ -313,6 +357,25 @@ class _LoopThread:
 def num_decoders(config: ServerConfig) -> int:
     """Pictures that are decoded at a time."""
     return config.image_workers or max(_LEAST_WORKERS, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // 2))
+
+
+def _salted(prepared: PreparedPicture, salt: str) -> PreparedPicture:
+    """A digest of its own for each salt. Workers know none: what a hostile file makes of one cannot tell it."""
+    if not salt:
+        return prepared
+    digest = hashlib.sha256(repr((salt, prepared.digest)).encode()).hexdigest()
+    return msgspec.structs.replace(prepared, digest=digest)
+
+
+def _is_url(source: object) -> TypeGuard[str]:
+    """Whether a picture is to be fetched."""
+    return isinstance(source, str) and source[:8].lower().startswith(("http://", "https://"))
+
+
+def _count_urls(source: object) -> int:
+    """In a request. A video with too many frames is refused for that."""
+    frames = source.frames[:MAX_FRAMES] if isinstance(source, VideoSource) else [source]
+    return sum(map(_is_url, frames))
 
 
 async def _run(threads: ThreadPoolExecutor, function: Callable[[], Result]) -> Result:

@@ -18,6 +18,7 @@ from text_generation_inference.errors import OverloadedError
 from text_generation_inference.pictures.frames import PreparedPicture
 
 _OURS = re.compile(r"[0-9a-f]{64}|new-[0-9]+")
+MAX_FILES = 1 << 16  # of the smallest pictures there would be millions
 _MAX_SOURCES = 64  # of one picture that are remembered
 
 
@@ -31,9 +32,9 @@ class _PixelFile:
 class PictureStore:
     """For use by several threads."""
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
+    def __init__(self, folder: Path, max_bytes: int, max_files: int = MAX_FILES) -> None:
         """What an earlier process left in the folder is removed."""
-        self.folder, self._max_bytes = folder, max_bytes
+        self.folder, self._max_bytes, self._max_files = folder, max_bytes, max_files
         self._files: OrderedDict[str, _PixelFile] = OrderedDict()  # by digest, least recently used first
         self._sources: dict[bytes, PreparedPicture] = {}  # by digest of what came in
         self._numbers = count()
@@ -104,7 +105,7 @@ class PictureStore:
         with self._lock:
             found = {name: (self.folder / name).stat().st_size for name in os.listdir(self.folder) if len(name) == 64}
             assert found == {digest: file.num_bytes for digest, file in self._files.items()}
-            assert self.num_bytes == sum(found.values()) <= self._max_bytes
+            assert self.num_bytes == sum(found.values()) <= self._max_bytes and len(found) <= self._max_files
             by_digest = {source: prepared.digest for source, prepared in self._sources.items()}
             assert by_digest == {source: digest for digest, file in self._files.items() for source in file.sources}
 
@@ -113,17 +114,24 @@ class PictureStore:
         return sum(file.num_references for file in self._files.values())
 
     def _make_room(self, num_bytes: int) -> None:
-        unused = [digest for digest, file in self._files.items() if not file.num_references]
-        for digest in unused:
-            if self.num_bytes + num_bytes <= self._max_bytes:
+        """For one more file. No more of the books is looked at than must be: the event loop waits."""
+        num_over = len(self._files) + 1 - self._max_files
+        bytes_over = self.num_bytes + num_bytes - self._max_bytes
+        going: list[str] = []
+        for digest, file in self._files.items():
+            if len(going) >= num_over and bytes_over <= 0:
                 break
+            if not file.num_references:
+                going.append(digest)
+                bytes_over -= file.num_bytes
+        if len(going) < num_over or bytes_over > 0:
+            raise OverloadedError("there is no room for more pictures")
+        for digest in going:
             file = self._files.pop(digest)
             for source in file.sources:
                 del self._sources[source]
             self.num_bytes -= file.num_bytes
             (self.folder / digest).unlink(missing_ok=True)
-        if self.num_bytes + num_bytes > self._max_bytes:
-            raise OverloadedError("there is no room for more pictures")
 
     def _remove_all(self) -> None:
         with suppress(OSError):
