@@ -18,15 +18,21 @@ from tokenizers import (
     models,
     normalizers,
     pre_tokenizers,
-    processors,
 )
 
 from text_generation_inference.errors import ModelFormatError
+from text_generation_inference.text.sentencepiece import (
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    Spaces,
+    build_sentencepiece,
+)
+from text_generation_inference.text.tokenizer_files import surround
 from text_generation_inference.weights.gguf import UNSUPPORTED, GgufFile
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3
-_SPACE = "\u2581"  # how SentencePiece spells a space
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -75,7 +81,7 @@ def read_tokenizer(file: GgufFile, vocab_size: int) -> Tokenizer:
     if not 0 < len(tokens) <= vocab_size:
         file.fail(f"the tokenizer has {len(tokens)} tokens, the embedding {vocab_size} rows")
     kinds = file.numbers("tokenizer.ggml.token_type", len(tokens))
-    kinds = np.full(len(tokens), _NORMAL) if kinds is None else kinds
+    kinds = np.full(len(tokens), NORMAL) if kinds is None else kinds
     kind = file.text("tokenizer.ggml.model")
     try:
         if kind == "gpt2":
@@ -85,7 +91,8 @@ def read_tokenizer(file: GgufFile, vocab_size: int) -> Tokenizer:
         else:
             file.fail(f"tokenizer kind {kind[:40]!r} is not supported (only gpt2 and llama)", UNSUPPORTED)
         _add_tokens(file, tokenizer, tokens, kinds)
-        _add_template(file, tokenizer, tokens)
+        bos, eos = (_named_token(file, name, tokens) if _adds(file, name) else None for name in ("bos", "eos"))
+        surround(tokenizer, bos, eos)
     except ModelFormatError:
         raise
     except Exception as error:  # the library raises bare exceptions
@@ -135,38 +142,9 @@ def _sentencepiece(file: GgufFile, tokens: list[str], kinds: np.ndarray) -> Toke
     scores = file.numbers("tokenizer.ggml.scores", len(tokens))
     if scores is None:
         file.fail("metadata key `tokenizer.ggml.scores` is missing")
-    vocabulary = _vocabulary(tokens)
-    normal = {
-        token: score for token, score, kind in zip(tokens, scores.tolist(), kinds, strict=True) if kind == _NORMAL
-    }
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=vocabulary,
-            merges=_merges_by_score(normal),
-            unk_token=_named_token(file, "unknown", tokens) or tokens[0],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
-    steps: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if file.flag("tokenizer.ggml.add_space_prefix", True):
-        spaces.insert(0, normalizers.Prepend(_SPACE))
-        steps.append(decoders.Strip(" ", left=1))
-    tokenizer.normalizer = normalizers.Sequence(spaces)
-    tokenizer.decoder = decoders.Sequence(steps)
-    return tokenizer
-
-
-def _merges_by_score(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose union scores best: each way to cut a token in two, best token first."""
-    merges = [
-        (-score, -cut, token[:cut], token[cut:])
-        for token, score in scores.items()
-        for cut in range(1, len(token))
-        if token[:cut] in scores and token[cut:] in scores
-    ]
-    return [(left, right) for _, _, left, right in sorted(merges, key=lambda merge: merge[:2])]
+    unknown = _named_token(file, "unknown", tokens) or tokens[0]
+    spaces = Spaces(adds_prefix=file.flag("tokenizer.ggml.add_space_prefix", True))
+    return build_sentencepiece(tokens, scores.tolist(), kinds.tolist(), unknown, spaces)
 
 
 def _cut(file: GgufFile) -> _Cut:
@@ -203,31 +181,13 @@ def _add_tokens(file: GgufFile, tokenizer: Tokenizer, tokens: list[str], kinds: 
     eats_space = file.text("general.architecture") == "phi3" and file.text("tokenizer.ggml.model") == "llama"
     added: list[AddedToken] = []
     for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
-        special = kind in (_UNKNOWN, _CONTROL) or token in named
-        if token and (special or kind == _USER_DEFINED):
+        special = kind in (UNKNOWN, CONTROL) or token in named
+        if token and (special or kind == USER_DEFINED):
             if tokenizer.token_to_id(token) != index:
                 file.fail(f"the token {token[:40]!r} appears twice in the vocabulary")
             rstrip = eats_space and special and token not in _KEEP_SPACE
             added.append(AddedToken(token, normalized=False, special=special, rstrip=rstrip))
     tokenizer.add_tokens(added)
-
-
-def _add_template(file: GgufFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
-    ends = {name: _named_token(file, name, tokens) for name in ("bos", "eos") if _adds(file, name)}
-    special = [
-        # The key is not the token itself, in which a colon would be read as syntax.
-        {"id": name, "ids": [tokenizer.token_to_id(token)], "tokens": [token]}
-        for name, token in ends.items()
-        if token is not None
-    ]
-    if special:
-        present = {name for name, token in ends.items() if token is not None}
-        first, second = (
-            [f"{part}:{index}" for part in ("bos", text, "eos") if part == text or part in present]
-            for index, text in enumerate(("$A", "$B"))
-        )
-        template = processors.TemplateProcessing(single=first, pair=first + second, special_tokens=special)
-        tokenizer.post_processor = template
 
 
 def _adds(file: GgufFile, name: str) -> bool:
