@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from text_generation_inference.kernels.ops import Ops
-from text_generation_inference.quant.gguf import GgufBlocks
+from text_generation_inference.quant.gguf import GgufBlocks, GgufLowBit
 from text_generation_inference.quant.method import Matrix
 from text_generation_inference.weights.convert import convert_gguf
 
@@ -38,6 +38,10 @@ def check(folder: Path, oracle: Any, **settings: Any) -> Any:
     return engine
 
 
+# Architectures all of whose layers are one native op.
+FUSED = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "phi3", "smollm3", "internlm2")
+
+
 @pytest.mark.parametrize("family", gguf_writing.FAMILIES)
 def test_families(family: str, tmp_path: Path) -> None:
     """Files as llama.cpp's converter writes them give the model that they were made from."""
@@ -50,15 +54,14 @@ def test_families(family: str, tmp_path: Path) -> None:
             with torch.no_grad():
                 assert torch.equal(loaded(tokens).logits, model(tokens).logits)
     engine = check(tmp_path / "out", model)
-    # All layers are one native op, but for a shared expert.
-    assert (engine.rank.runner.model.fused_decode is None) == (family == "qwen2moe")
+    assert (engine.rank.runner.model.fused_decode is not None) == (gguf_writing.FAMILIES[family][0] in FUSED)
     plain = [
         part.name
         for _, module in engine.rank.runner.model.walk()
-        if isinstance(module, Matrix) and not isinstance(module.method, GgufBlocks)
+        if isinstance(module, Matrix) and not isinstance(module.method, GgufBlocks | GgufLowBit)
         for part in module.parts
     ]
-    assert all(name.endswith("gate.weight") for name in plain), plain  # which are stored plainly
+    assert all(name.endswith(("gate.weight", "router.weight")) for name in plain), plain  # which are stored plainly
 
 
 FORMS = {"Q4_K": (4, 32), "Q5_K": (8, 32), "Q5_0": (8, 32), "IQ4_NL": (4, 32), "Q6_K": (8, 16), "Q3_K": (4, 16)}
