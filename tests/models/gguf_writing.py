@@ -45,6 +45,37 @@ _GPT_OSS = {
         "rope_theta": 150000.0,
     },
 }
+_DEEPSEEK = {
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "routed_scaling_factor": 1.5,
+}
+_DEEPSEEK3 = {
+    "q_lora_rank": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 10000.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 0.75,
+        "mscale_all_dim": 0.75,
+    },
+}
 # What a file is called, which class it is, and what its config has beyond the sizes.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("llama", "Mistral", {"sliding_window": None}),
@@ -140,6 +171,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "internlm2": ("internlm2", "Llama", {}),
+    "deepseek2": ("deepseek2", "DeepseekV2", _DEEPSEEK),
+    "deepseek2, one matrix of latents": ("deepseek2", "DeepseekV2", _DEEPSEEK),
+    "deepseek2, groups": (
+        "deepseek2",
+        "DeepseekV2",
+        {**_DEEPSEEK, **_DEEPSEEK3, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek2, version 3": ("deepseek2", "DeepseekV3", {**_DEEPSEEK, **_DEEPSEEK3}),
     "phi3": ("phi3", "Phi3", {"sliding_window": 12}),
     "phi3, long": (
         "phi3",
@@ -171,19 +210,26 @@ def make(family: str, folder: Path) -> tuple[Path, Any]:
                 parameter.uniform_(-0.3, 0.3)
             else:
                 parameter.uniform_(-0.3, 0.3) if name.startswith("Gemma") else parameter.uniform_(0.7, 1.3)
+        for path, buffer in model.named_buffers():
+            if path.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
     model.save_pretrained(folder / "original")
     tensors, blocks = _store(load_file(folder / "original" / "model.safetensors"), arch, family, config)
-    values = _metadata(arch, config)
+    values = _metadata(arch, config) | (_latent_metadata(config, family) if arch == "deepseek2" else {})
     return tiny_gguf.write(folder / "model.gguf", values, tensors, blocks=blocks), model
 
 
-_NULLS = ("sliding_window",)
+_NULLS = ("sliding_window", "q_lora_rank")
 _PLAIN = ("gate.weight", "router.weight", "wpe.weight", "_bias")  # which no file has in blocks
 _TRANSPOSED = re.compile(r".*\.experts\.(gate_up|down)_proj")  # in the model and not in a file
 _CONV = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 
 
 def _round(parameter: torch.Tensor, path: str, family: str) -> torch.Tensor:
+    if path.endswith("kv_b_proj.weight") and "one matrix" not in family:
+        keys, values = parameter.view(4, 64, -1).split(32, dim=1)
+        parts = (_round(keys.transpose(1, 2), "", family).transpose(1, 2), _round(values, "", family))
+        return torch.cat(parts, dim=1).view(parameter.shape)
     turned = (_TRANSPOSED.fullmatch(path) and "gpt-oss" in family) or (family == "gpt2" and path.endswith(_CONV))
     value = parameter.transpose(-1, -2) if turned else parameter
     kind = gguf.GGMLQuantizationType["MXFP4" if "experts" in path and "MXFP4" in family else "Q8_0"]
@@ -199,7 +245,7 @@ def _groups_apart(value: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:
     return np.concatenate([part.reshape(-1, *value.shape[1:]) for part in parts])
 
 
-def _convert(name: str, value: np.ndarray, arch: str, config: Any) -> dict[str, np.ndarray]:
+def _convert(name: str, value: np.ndarray, arch: str, family: str, config: Any) -> dict[str, np.ndarray]:
     """A tensor of the model as the converter has it, under the names that it looks up."""
     heads = config.num_attention_heads
     if arch in ("llama", "granite", "smollm3", "internlm2") and name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -208,6 +254,11 @@ def _convert(name: str, value: np.ndarray, arch: str, config: Any) -> dict[str, 
         return {name: value + 1}
     if arch == "gpt2" and name.endswith(_CONV):
         return {name: value.T}
+    if name.endswith("kv_b_proj.weight") and "one matrix" not in family:
+        keys, values = np.split(value.reshape(heads, 64, -1), 2, axis=1)
+        return {name.replace("kv_b", "k_b"): keys.swapaxes(1, 2), name.replace("kv_b", "v_b"): values}
+    if name.endswith("e_score_correction_bias"):
+        return {name.replace("_bias", ".bias"): value}
     if arch == "gpt-oss":
         return _convert_gpt_oss(name, value)
     if "query_key_value" in name:
@@ -242,7 +293,9 @@ def _store(
     tensors: dict[str, np.ndarray] = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
     converted = [
-        each for name, tensor in found.items() for each in _convert(name, tensor.float().numpy(), arch, config).items()
+        each
+        for name, tensor in found.items()
+        for each in _convert(name, tensor.float().numpy(), arch, family, config).items()
     ]
     for name, value in converted:
         if expert := re.fullmatch(r"(.*)\.experts\.(\d+)\.(w1|w2|w3|gate_proj|up_proj|down_proj)\.weight", name):
@@ -329,6 +382,31 @@ def _metadata(arch: str, config: Any) -> dict[str, Any]:
         if getattr(config, name, None) is not None:
             values[key] = getattr(config, name)
     return tiny_gguf.metadata({f"{arch}.{key}": value for key, value in values.items()}, arch)
+
+
+def _latent_metadata(config: Any, family: str) -> dict[str, Any]:
+    rank, rotated = config.kv_lora_rank, config.qk_rope_head_dim
+    key, value = config.qk_nope_head_dim + rotated, config.v_head_dim
+    values: dict[str, Any] = {
+        "rope.dimension_count": rotated,
+        "attention.q_lora_rank": config.q_lora_rank,
+        "attention.kv_lora_rank": rank,
+        "attention.key_length": key,
+        "attention.value_length": value,
+        "leading_dense_block_count": config.first_k_dense_replace,
+        "expert_count": config.n_routed_experts,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_weights_scale": float(config.routed_scaling_factor),
+        "expert_gating_func": 2 if "version 3" in family else 1,
+        "expert_weights_norm": True if "version 3" in family else None,
+    }
+    if "one matrix" not in family:
+        values |= {"attention.head_count_kv": 1, "attention.key_length": rank + rotated, "attention.value_length": rank}
+        values |= {"attention.key_length_mla": key, "attention.value_length_mla": value}
+    if config.q_lora_rank:
+        values |= {"expert_group_count": config.n_group, "expert_group_used_count": config.topk_group}
+        values["rope.scaling.yarn_log_multiplier"] = 0.1 * config.rope_parameters["mscale_all_dim"]
+    return {f"deepseek2.{key}": value for key, value in values.items() if value is not None}
 
 
 # Which type the matrices of a file have; those not named have the first.

@@ -120,7 +120,7 @@ def _byte_level(folder: Path, config: dict[str, Any], special_tokens: SpecialTok
     def build(path: Path) -> Tokenizer:
         merges = folder / _MERGES
         check_plain_file(merges, MAX_JSON_BYTES)
-        read: Callable[[str, str], models.BPE] = models.BPE.from_file  # pyright: ignore[reportUnknownMemberType]
+        read: Any = models.BPE.from_file  # pyright: ignore[reportUnknownMemberType]
         return Tokenizer(read(str(path), str(merges)))
 
     tokenizer = _read(folder / _VOCABULARY, build)

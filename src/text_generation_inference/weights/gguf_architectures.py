@@ -11,9 +11,11 @@ from typing import Any
 
 from text_generation_inference.weights.gguf import GgufFile
 from text_generation_inference.weights.gguf_config_fields import (
+    chooses_by_sigmoid,
     read_bloom,
     read_cohere2,
     read_command_r,
+    read_deepseek2,
     read_falcon,
     read_gemma,
     read_gemma2,
@@ -46,6 +48,8 @@ class Architecture:
     model_type: str
     names: Mapping[str, str]  # of a layer's tensors: in the file -> in the Hugging Face model
     experts: Mapping[str, str] = field(default_factory=dict[str, str])  # of an expert's, with a place for its number
+    leading: Mapping[str, str] = field(default_factory=dict[str, str])  # of layers before those with experts
+    routed: Mapping[str, str] = field(default_factory=dict[str, str])  # and of those with experts
     outside: Mapping[str, str] = field(default_factory=_OUTSIDE.copy)  # of tensors of no layer
     layer: str = "model.layers.{}"
     permutes: bool = False  # query and key rows are stored in llama.cpp's rotary order
@@ -59,6 +63,7 @@ class Architecture:
     rotates: bool = True
     scales_positions: bool = True  # knows linear, yarn and Llama 3's scaling, as Llama does
     rotates_part: bool = False  # fewer dimensions of a head than it has may be rotated
+    latent: bool = False  # keys and values of all heads are made of one latent
     expert_biases: bool = False  # of all experts in one tensor, gates and ups taking turns
     read: Callable[[GgufFile, Fields], Fields] = lambda file, config: {}
 
@@ -290,6 +295,37 @@ ARCHITECTURES = {
     ),
     "internlm2": Architecture("LlamaForCausalLM", "llama", {**_ATTENTION, **_DENSE}, permutes=True, read=read_llama),
 }  # fmt: skip
+ARCHITECTURES["deepseek2"] = Architecture(
+    "DeepseekV2ForCausalLM",
+    "deepseek_v2",
+    {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+    },
+    _EXPERTS,
+    leading=_DENSE,
+    routed={
+        **_ROUTED,
+        **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+    },
+    optional=("attn_q", "attn_q_a", "attn_q_a_norm", "attn_q_b", "attn_kv_b"),
+    latent=True,
+    read=read_deepseek2,
+)
+_DEEPSEEK3 = replace(
+    ARCHITECTURES["deepseek2"],
+    class_name="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    routed={**ARCHITECTURES["deepseek2"].routed, "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+)
 _FALCON = Architecture(
     "FalconForCausalLM",
     "falcon",
@@ -323,11 +359,14 @@ _MIXTRAL = Architecture(
 
 
 def find_architecture(file: GgufFile, name: str) -> Architecture | None:
-    """By its name in the file; a Llama with experts is a Mixtral, and Falcons differ in their norms."""
+    """By its name in the file; a Llama with experts is a Mixtral, Falcons differ in their norms, and DeepSeeks in how
+    they choose experts."""
     if name == "llama" and file.integer("llama.expert_count", 0) > 0:
         return _MIXTRAL
     if name == "falcon" and "blk.0.attn_norm_2.weight" in file.tensors:
         return _FALCON_TWO_NORMS
+    if name == "deepseek2" and chooses_by_sigmoid(file):
+        return _DEEPSEEK3
     return ARCHITECTURES.get(name)
 
 
@@ -350,10 +389,30 @@ def layer_shapes(arch: Architecture, config: Fields) -> dict[str, tuple[int, ...
         "ffn_up": ((2 if fused else 1) * inner, hidden),
         "ffn_down": (hidden, inner),
     }
-    shared = config.get("shared_expert_intermediate_size", 0)
+    shared = config.get("n_shared_experts", 0) * config.get("moe_intermediate_size", 0)
+    shared = config.get("shared_expert_intermediate_size", shared)
     shapes |= {"ffn_gate_shexp": (shared, hidden), "ffn_up_shexp": (shared, hidden), "ffn_down_shexp": (hidden, shared)}
     shapes |= {"ffn_gate_inp": (count_experts(config), hidden), "ffn_gate_inp_shexp": (1, hidden)}
-    return shapes
+    shapes["exp_probs_b.bias"] = (count_experts(config),)
+    return shapes | (_latent_shapes(config) if arch.latent else {})
+
+
+def _latent_shapes(config: Fields) -> dict[str, tuple[int, ...]]:
+    hidden, heads, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    plain, rotated, value = (config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    query, query_rank = heads * (plain + rotated), config["q_lora_rank"] or 0
+    return {
+        "attn_q": (query, hidden),
+        "attn_q_a": (query_rank, hidden),
+        "attn_q_a_norm": (query_rank,),
+        "attn_q_b": (query, query_rank),
+        "attn_kv_a_mqa": (rank + rotated, hidden),
+        "attn_kv_a_norm": (rank,),
+        "attn_kv_b": (heads * (plain + value), rank),
+        "attn_k_b": (heads, rank, plain),
+        "attn_v_b": (heads, value, rank),
+        "attn_output": (hidden, heads * value),
+    }
 
 
 def outside_shapes(config: Fields) -> dict[str, tuple[int, ...]]:
@@ -365,7 +424,8 @@ def outside_shapes(config: Fields) -> dict[str, tuple[int, ...]]:
 
 
 def count_experts(config: Fields) -> int:
-    return config.get("num_local_experts", config.get("num_experts", 0))
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return next((config[name] for name in names if name in config), 0)
 
 
 def expert_shapes(config: Fields) -> dict[str, tuple[int, int]]:

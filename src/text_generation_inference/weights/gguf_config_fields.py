@@ -112,6 +112,8 @@ def read_phi3(file: GgufFile, config: Fields) -> Fields:
     values = [to_float32(file.rows(each), each.type_name).reshape(-1).tolist() for each in lists if each is not None]
     if any(len(each) != rotated // 2 for each in values):
         file.fail(f"the tensors `rope_factors_short` and `_long` should have {rotated // 2} values")
+    if original < 2:
+        file.fail(f"`phi3.rope.scaling.original_context_length` is {original}, which no context is stretched from")
     scaling: Fields = {"rope_type": "longrope", "short_factor": values[0], "long_factor": values[1]}
     stretch = config["max_position_embeddings"] / original
     usual = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
@@ -239,6 +241,52 @@ def read_falcon(file: GgufFile, config: Fields) -> Fields:
         "bias": False,
         "alibi": False,
     }
+
+
+def read_deepseek2(file: GgufFile, config: Fields) -> Fields:
+    """Version 2, or 3 if experts are chosen by sigmoids."""
+    rotated = file.integer("deepseek2.rope.dimension_count")
+    # Newer files say first what is cached, a latent for all heads, and in keys of their own what a head has.
+    whole = file.integer("deepseek2.attention.key_length_mla", config["head_dim"])
+    value = file.integer("deepseek2.attention.value_length_mla", file.integer("deepseek2.attention.value_length"))
+    if not 0 < rotated < whole:
+        file.fail(f"`deepseek2.rope.dimension_count` is {rotated} of the {whole} dimensions of a head")
+    experts = file.integer("deepseek2.expert_count")
+    # Not in older files: the models that there are choose groups of experts first, known by their number.
+    groups, chosen = {160: (8, 3), 256: (8, 4)}.get(experts, (1, 1))
+    groups = file.integer("deepseek2.expert_group_count", groups)
+    fields: Fields = {
+        "head_dim": rotated,
+        "num_key_value_heads": config["num_attention_heads"],
+        "q_lora_rank": file.integer("deepseek2.attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": file.integer("deepseek2.attention.kv_lora_rank"),
+        "qk_nope_head_dim": whole - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": value,
+        "n_routed_experts": experts,
+        "n_shared_experts": file.integer("deepseek2.expert_shared_count", 0),
+        "num_experts_per_tok": file.integer("deepseek2.expert_used_count"),
+        "moe_intermediate_size": file.integer("deepseek2.expert_feed_forward_length"),
+        "first_k_dense_replace": file.integer("deepseek2.leading_dense_block_count", 0),
+        "routed_scaling_factor": file.number("deepseek2.expert_weights_scale", 1.0),
+        "norm_topk_prob": file.flag("deepseek2.expert_weights_norm", False),
+        "n_group": groups,
+        "topk_group": file.integer("deepseek2.expert_group_used_count", chosen),
+    }
+    if chooses_by_sigmoid(file):
+        fields["num_nextn_predict_layers"] = 0
+    else:
+        fields["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
+    if config["rope_scaling"] is not None:
+        # How scores grow with the length, a tenth of it, as both of the config's fields have it in all models.
+        stretch = round(10 * file.number("deepseek2.rope.scaling.yarn_log_multiplier"), 6)
+        fields["rope_scaling"] = {**config["rope_scaling"], "mscale": stretch, "mscale_all_dim": stretch}
+    return fields
+
+
+def chooses_by_sigmoid(file: GgufFile) -> bool:
+    """Whether a DeepSeek chooses experts as version 3 does."""
+    return file.integer("deepseek2.expert_gating_func", 1) == 2
 
 
 def _share(file: GgufFile, arch: str, config: Fields) -> Fields:

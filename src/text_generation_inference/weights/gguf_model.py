@@ -65,6 +65,8 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     if num_heads == 0 or hidden_size == 0:
         file.fail(f"`{arch_name}.attention.head_count` is {num_heads} and the embedding length {hidden_size}")
     head_dim = file.integer(f"{arch_name}.attention.key_length", hidden_size // num_heads)
+    if head_dim == 0:
+        file.fail(f"{num_heads} heads of an embedding of {hidden_size} have no dimension")
     num_layers = file.integer(f"{arch_name}.block_count")
     if not 0 < num_layers <= len(file.tensors):
         file.fail(f"`{arch_name}.block_count` is {num_layers}, but the file holds {len(file.tensors)} tensors")
@@ -118,9 +120,10 @@ def plan_tensors(file: GgufFile, config: dict[str, Any]) -> list[TensorPlan]:
     planner = _Planner(file, arch, config)
     plans = planner.plan_outside(("token_embd", "token_embd_norm", "position_embd"))
     for layer in range(config["num_hidden_layers"]):
-        for part, name in arch.names.items():
+        has_experts = layer >= config.get("first_k_dense_replace", 0)
+        for part, name in {**arch.names, **(arch.routed if has_experts else arch.leading)}.items():
             plans += planner.plan_part(layer, part, name)
-        for part, name in arch.experts.items():
+        for part, name in arch.experts.items() if has_experts else ():
             plans += planner.plan_experts(layer, part, name)
         if arch.expert_biases:
             plans += planner.plan_expert_biases(layer)
@@ -158,16 +161,17 @@ class _Planner:
         stored, target, shape = f"blk.{layer}.{part}", f"{self.arch.layer.format(layer)}.{name}", self.shapes[part]
         if "." in part:  # a whole name
             return [self.plan(stored, target, shape)]
+        if part == "attn_kv_b":
+            return [self.plan_latent(layer, target)]
         if part in self.absent:
             return []
         if self.arch.model_type == "stablelm" and part in ("attn_q_norm", "attn_k_norm"):
             return self.plan_rows(f"{stored}.weight", target + ".norms.{}.weight", shape)
-        order = self.row_order(part)
-        plans = [self.plan(f"{stored}.weight", f"{target}.weight", shape, order)]
+        plans = [self.plan(f"{stored}.weight", f"{target}.weight", shape, part)]
         if part in self.biased:
             # A Llama with biases has one on the output projection too; a file without it means zero.
             optional = part == "attn_output" and part not in self.arch.biased
-            plans.append(self.plan(f"{stored}.bias", f"{target}.bias", shape[:1], order, optional))
+            plans.append(self.plan(f"{stored}.bias", f"{target}.bias", shape[:1], part, optional))
         return plans
 
     def row_order(self, part: str) -> np.ndarray | None:
@@ -183,10 +187,11 @@ class _Planner:
         stored: str,
         name: str,
         shape: tuple[int, ...],
-        order: np.ndarray | None = None,
+        part: str = "",
         optional: bool = False,
     ) -> TensorPlan:
         source = self.take(stored, shape, optional)
+        order = self.row_order(part)
         offset = -self.arch.norm_offset if stored.endswith("norm.weight") else 0.0
         return TensorPlan(name, shape, source, order, offset=offset)
 
@@ -203,6 +208,23 @@ class _Planner:
         """A weight of each row."""
         source = self.take(stored, shape)
         return [TensorPlan(name.format(row), shape[1:], source, first_row=row) for row in range(shape[0])]
+
+    def plan_latent(self, layer: int, target: str) -> TensorPlan:
+        """Newer files have what makes keys of a latent the other way round, and apart from what makes values.
+
+        It is taken apart when a model is loaded, and so never kept in blocks.
+        """
+        names = ("attn_k_b", "attn_v_b") if "attn_kv_b" in self.absent else ("attn_kv_b",)
+        sources = [self.take(f"blk.{layer}.{name}.weight", self.shapes[name]) for name in names]
+
+        def join() -> np.ndarray:
+            found: list[np.ndarray] = []
+            for each in sources:
+                assert each is not None
+                found.append(to_float32(self.file.rows(each), each.type_name).reshape(each.shape))
+            return found[0] if len(found) == 1 else np.concatenate((found[0].swapaxes(1, 2), found[1]), axis=1)
+
+        return TensorPlan(f"{target}.weight", self.shapes["attn_kv_b"], None, make=join)
 
     def plan_expert_biases(self, layer: int) -> list[TensorPlan]:
         count, target = count_experts(self.config), f"{self.arch.layer.format(layer)}.mlp.experts"
@@ -227,8 +249,8 @@ class _Planner:
         stored = f"blk.{layer}.{part}_exps.weight"
         source = self.file.tensors.get(stored)
         if source is None:
-            names = [(f"blk.{layer}.{part}.{number}.weight", target.format(number)) for number in range(count)]
-            return [self.plan(*each, shape) for each in names]
+            single = f"blk.{layer}.{part}.{{}}.weight"
+            return [self.plan(single.format(number), target.format(number), shape) for number in range(count)]
         if source.shape != (count, *shape):
             self.file.fail(f"tensor `{stored}` has shape {source.shape} where the metadata asks for {(count, *shape)}")
         self.left.discard(stored)
@@ -285,7 +307,7 @@ def _check_rotary(file: GgufFile, arch_name: str, arch: Architecture, config: di
             f"{num_heads} heads, {num_kv_heads} key-value heads of dimension {head_dim} are no possible attention"
         )
     for key in ("rope.dimension_count", "attention.value_length"):
-        if (arch.rotates_part or not arch.rotates) and key == "rope.dimension_count":
+        if arch.latent or ((arch.rotates_part or not arch.rotates) and key == "rope.dimension_count"):
             continue
         if (value := file.integer(f"{arch_name}.{key}", head_dim)) != head_dim:
             file.fail(f"`{arch_name}.{key}` is {value}, not the head dimension {head_dim}", UNSUPPORTED)
