@@ -91,10 +91,10 @@ def _merges_by_score(scores: dict[str, float]) -> list[tuple[str, str]]:
 def read_sentencepiece(path: Path) -> SentencePieceFile:
     """Raises `ModelFormatError` for what is no such file, or one whose tokens cannot be computed here."""
     check_plain_file(path, MAX_JSON_BYTES)
-    return _File(path).read()
+    return _PieceReader(path).read()
 
 
-class _File:
+class _PieceReader:
     def __init__(self, path: Path) -> None:
         self.path = path
 

@@ -8,7 +8,7 @@ not known here is refused, because a guess would silently give wrong tokens. Cod
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -120,8 +120,7 @@ def _byte_level(folder: Path, config: dict[str, Any], special_tokens: SpecialTok
     def build(path: Path) -> Tokenizer:
         merges = folder / _MERGES
         check_plain_file(merges, MAX_JSON_BYTES)
-        read: Any = models.BPE.from_file  # pyright: ignore[reportUnknownMemberType]
-        return Tokenizer(read(str(path), str(merges)))
+        return Tokenizer(cast(Any, models.BPE).from_file(str(path), str(merges)))
 
     tokenizer = _read(folder / _VOCABULARY, build)
     prefix = config.get("add_prefix_space") is True
