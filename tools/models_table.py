@@ -8,10 +8,12 @@ import transformers
 
 from text_generation_inference.models.refused import REFUSED, Unserved
 from text_generation_inference.models.registry import ARCHITECTURES, SEEING
+from text_generation_inference.weights.model_files import PICKLED, TOKENIZERS, explain_pickles
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 START, END = "<!-- architectures: tools/models_table.py -->\n", "<!-- end of architectures -->\n"
 REFUSED_START, REFUSED_END = "<!-- refused: tools/models_table.py -->\n", "<!-- end of refused -->\n"
+HUB_START, HUB_END = "<!-- hub: tools/models_table.py -->\n", "<!-- end of hub -->\n"
 
 
 def table() -> str:
@@ -49,8 +51,22 @@ def refused_table() -> str:
     return "\n".join(["| Architectures | Why, and what to use instead |", "|---|---|", *rows]) + "\n"
 
 
+def hub_table() -> str:
+    """Families whose repositories lack files that others have, and the command that converts their weights."""
+    rows = [f"| {name} | pickled: convert them once | {text or '`tokenizer.json`'} |" for name, text in PICKLED.items()]
+    rows += [f"| {name} | safetensors | {text} |" for name, text in TOKENIZERS.items()]
+    command = explain_pickles("ORGANISATION/NAME").partition("serve the folder NAME: ")[2].replace(" && ", "\n")
+    lines = ["| Family | Weights | Tokenizer |", "|---|---|---|", *rows, "", "```bash", command, "```"]
+    return "\n".join(lines) + "\n"
+
+
 def write() -> None:
-    for start, end, text in ((START, END, table()), (REFUSED_START, REFUSED_END, refused_table())):
+    parts = (
+        (START, END, table()),
+        (REFUSED_START, REFUSED_END, refused_table()),
+        (HUB_START, HUB_END, hub_table()),
+    )
+    for start, end, text in parts:
         before, _, rest = PAGE.read_text().partition(start)
         PAGE.write_text(before + start + text + end + rest.partition(end)[2])
 

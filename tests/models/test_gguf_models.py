@@ -15,10 +15,13 @@ from ranks import PROMPT, check_ranks
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.kernels.ops import Ops
-from text_generation_inference.quant.gguf import GgufBlocks
+from text_generation_inference.quant.gguf import GgufBlocks, GgufLowBit
 from text_generation_inference.quant.method import Matrix
 from text_generation_inference.weights.convert import convert_gguf
+from text_generation_inference.weights.gguf import GgufFile
+from text_generation_inference.weights.gguf_model import plan_tensors, read_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,6 +41,14 @@ def check(folder: Path, oracle: Any, **settings: Any) -> Any:
     return engine
 
 
+# Architectures all of whose layers are one native op.
+FUSED = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "phi3", "smollm3", "internlm2")
+
+
+# Routers are stored plainly; what makes keys and values of latents is taken apart when it is loaded.
+PLAIN = ("gate.weight", "router.weight", "kv_b_proj.weight")
+
+
 @pytest.mark.parametrize("family", gguf_writing.FAMILIES)
 def test_families(family: str, tmp_path: Path) -> None:
     """Files as llama.cpp's converter writes them give the model that they were made from."""
@@ -50,15 +61,35 @@ def test_families(family: str, tmp_path: Path) -> None:
             with torch.no_grad():
                 assert torch.equal(loaded(tokens).logits, model(tokens).logits)
     engine = check(tmp_path / "out", model)
-    # All layers are one native op, but for a shared expert.
-    assert (engine.rank.runner.model.fused_decode is None) == (family == "qwen2moe")
+    assert (engine.rank.runner.model.fused_decode is not None) == (gguf_writing.FAMILIES[family][0] in FUSED)
     plain = [
         part.name
         for _, module in engine.rank.runner.model.walk()
-        if isinstance(module, Matrix) and not isinstance(module.method, GgufBlocks)
+        if isinstance(module, Matrix) and not isinstance(module.method, GgufBlocks | GgufLowBit)
         for part in module.parts
     ]
-    assert all(name.endswith("gate.weight") for name in plain), plain  # which are stored plainly
+    assert all(name.endswith(PLAIN) for name in plain), plain
+
+
+@pytest.mark.parametrize("family", gguf_writing.FAMILIES)
+def test_hostile_numbers(family: str, tmp_path: Path) -> None:
+    """Any number in place of one that a file says ends in a refusal or in a model of the file's own tensors."""
+    path, _ = gguf_writing.make(family, tmp_path)
+    file = GgufFile.open(path)
+    size = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+    sound = {key: value for key, value in file.metadata.items() if isinstance(value, int | float)}
+    for key, value in sound.items():
+        for wrong in (0, 1, 3, 2**31, 1e-30, True, None):
+            file.metadata[key] = wrong
+            if wrong is None:
+                del file.metadata[key]
+            try:
+                plans = plan_tensors(file, read_config(file))
+            except ModelFormatError as error:
+                assert "\n" not in str(error)
+            else:
+                assert sum(math.prod(plan.shape) for plan in plans if plan.source is not None) <= size
+        file.metadata[key] = value
 
 
 FORMS = {"Q4_K": (4, 32), "Q5_K": (8, 32), "Q5_0": (8, 32), "IQ4_NL": (4, 32), "Q6_K": (8, 16), "Q3_K": (4, 16)}

@@ -71,7 +71,7 @@ def test_check(tiny: Tiny) -> None:
     """`tgi check` counts what the model has, before anything of it is loaded."""
     report = check_model(ServerConfig(model_id=str(tiny.folder), device="cpu", dtype="float32"))
     assert report.is_supported
-    assert report.problems == ["there is no tokenizer.json, so text cannot be turned into tokens"]
+    assert [each.partition(",")[0] for each in report.problems] == ["there is no tokenizer.json"]
     saved, model = tiny.model.state_dict(), tiny.model
     tensors = (*model.named_parameters(), *((name, each) for name, each in model.named_buffers() if name in saved))
     parameters = [(name, each.numel()) for name, each in tensors]

@@ -128,7 +128,8 @@ def test_disk_full(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_pickles_only(hub: Hub, tmp_path: Path) -> None:
     hub.files = {"config.json": b"{}", "pytorch_model.bin": b"pickle"}
     with pytest.raises(
-        ModelFormatError, match=r"no safetensors weights\. Pickled weights .*from_pretrained\('org/model'\)"
+        ModelFormatError,
+        match=r"no safetensors weights\. Pickled weights .*serve the folder model: hf download org/model --local-dir model && py",
     ):
         fetch(hub, tmp_path)
 

@@ -251,7 +251,7 @@ def test_scaling_that_a_family_does_not_have(tmp_path: Path) -> None:
 def test_unknown_architecture(tmp_path: Path) -> None:
     path = tiny_gguf.write(tmp_path / "wrong.gguf", tiny_gguf.metadata(arch="mamba"))
     with pytest.raises(
-        ModelFormatError, match=r"architecture 'mamba'; llama, qwen2, .*, phi3 can be read\. Use a GGUF"
+        ModelFormatError, match=r"architecture 'mamba'; llama, qwen2, .*, falcon can be read\. Use a GGUF"
     ):
         read_all(path)
 

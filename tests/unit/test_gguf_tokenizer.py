@@ -131,6 +131,32 @@ def test_text_splitting(tmp_path: Path, pre: str, text: str, expected: list[str]
     assert pieces(tokenizer_of(tmp_path, {"tokenizer.ggml.pre": pre}), text) == expected
 
 
+@pytest.mark.parametrize(
+    ("pre", "text", "expected"),
+    [
+        # Its signs run from colon to tilde, and so have letters among them.
+        ("deepseek-llm", "Hi, Ünï\n12345 世界x ", ["Hi", ",", " Ü", "n", "ï", "\n", "12345", " ", "世界", "x", " "]),
+        ("deepseek-llm", "\u0531\u0561b", ["\u0531", "\u0561", "b"]),  # a letter that it does not know for one
+        ("deepseek-coder", "Hi, Ünï\n123 世界x", ["Hi", ",", " Ünï", "\n", "1", "2", "3", " ", "世界", "x"]),
+        (
+            "deepseek-v3",
+            "_hi _name 1234世界 (x)\n\n",
+            ["_hi", " _", "name", " ", "123", "4", "世界", " (", "x", ")\n\n"],
+        ),
+        ("falcon", "it's 12345, <b>  x", ["it", "'", "s", " ", "123", "45", ",", " ", "<", "b", ">", " ", " x"]),
+        ("bloom", "Hi, it's 42。ok", ["Hi", ",", " it's", " 42", "。", "ok"]),
+        ("viking", "a 42", ["a", " ", "4", "2"]),
+        ("phi-2", "it's 42", ["it", "'s", " 42"]),
+        ("granite-docling", "it's 42", ["it", "'s", " 42"]),
+        ("refact", "it's 42", ["it", "'s", " ", "4", "2"]),
+    ],
+)
+def test_expressions(tmp_path: Path, pre: str, text: str, expected: list[str]) -> None:
+    """The pieces within which merges apply."""
+    cutter: Any = tokenizer_of(tmp_path, {"tokenizer.ggml.pre": pre}).pre_tokenizer
+    assert [text[start:end] for _, (start, end) in cutter.pre_tokenize_str(text)] == expected
+
+
 def test_whole_piece_wins_over_merges(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"tokenizer.ggml.merges": tiny_gguf.MERGES[1:], "tokenizer.ggml.add_bos_token": False}
     without_rule = tokenizer_of(tmp_path, changes)

@@ -39,6 +39,7 @@ class Facts(msgspec.Struct, kw_only=True):
     read_shapes: Callable[[], "Shapes"]  # of the weights: asked once the config is known to be served
     blocks: dict[str, str] = {}  # matrices in quantised blocks: their types
     has_tokenizer: bool
+    lacks_tokenizer: str = ""  # why, and what to do
     finds_chat_template: Callable[[], bool]
     describe_text: Callable[[Report], None] = lambda _: None  # raises when the tokenizer cannot be used
     download_bytes: int = 0  # not yet in the cache
@@ -149,10 +150,12 @@ def _look_at_gguf(path: Path) -> Facts:
 def _look_at_folder(config: ServerConfig, folder: Path) -> Facts:
     weights = expand_home(config.weights_cache_override or str(folder), "weights_cache_override")
     dummy = config.load_format == "dummy"
-    return _describe(folder, lambda: {} if dummy else _local_shapes(weights), (folder / "tokenizer.json").exists())
+    names = [path.name for path in folder.iterdir()]
+    return _describe(folder, lambda: {} if dummy else _local_shapes(weights), names)
 
 
 def _look_at_hub(config: ServerConfig) -> Facts:
+    from text_generation_inference.text.tokenizer_files import explain_missing, has_tokenizer
     from text_generation_inference.weights.download import download_description, download_model, list_files, read_shapes
     from text_generation_inference.weights.source import hub_access
 
@@ -166,13 +169,14 @@ def _look_at_hub(config: ServerConfig) -> Facts:
     if elsewhere or (weights and all(weights)):
         facts = _look_at_folder(config, folder)
     else:
-        facts = _describe(folder, lambda: read_shapes(model, revision, access), False)
-    facts.has_tokenizer = any(file.name == "tokenizer.json" for file in files)
+        facts = _describe(folder, lambda: read_shapes(model, revision, access), ())
+    names = [file.name for file in files]
+    facts.has_tokenizer, facts.lacks_tokenizer = has_tokenizer(names), explain_missing(names)
     facts.download_bytes = sum(file.num_bytes for file in files if not file.is_cached)
     return facts
 
 
-def _describe(folder: Path, read_shapes: Callable[[], Shapes], has_tokenizer: bool) -> Facts:
+def _describe(folder: Path, read_shapes: Callable[[], Shapes], names: Collection[str]) -> Facts:
     from text_generation_inference.api.pictures import picture_costs
     from text_generation_inference.models.registry import read_config
     from text_generation_inference.pictures.rules import find_rule
@@ -180,12 +184,13 @@ def _describe(folder: Path, read_shapes: Callable[[], Shapes], has_tokenizer: bo
     from text_generation_inference.text.picture_prompt import PictureWords
     from text_generation_inference.text.reasoning import detect_reasoning_format
     from text_generation_inference.text.tokenizer import Tokenizer
+    from text_generation_inference.text.tokenizer_files import explain_missing, has_tokenizer
     from text_generation_inference.text.tools import detect_tool_format
 
     config = read_config(folder)
 
     def describe_text(report: Report) -> None:
-        if not has_tokenizer:
+        if not has_tokenizer(names):
             return
         tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
         report.stop_tokens = [tokenizer.token_of(token_id) or str(token_id) for token_id in sorted(tokenizer.eos_ids)]
@@ -201,7 +206,8 @@ def _describe(folder: Path, read_shapes: Callable[[], Shapes], has_tokenizer: bo
         config=config.fields,
         source=config.source,
         read_shapes=read_shapes,
-        has_tokenizer=has_tokenizer,
+        has_tokenizer=has_tokenizer(names),
+        lacks_tokenizer=explain_missing(names),
         finds_chat_template=lambda: ChatTemplate.load(folder).found,
         describe_text=describe_text,
     )
@@ -265,7 +271,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     report.quantization_is_supported = report.quantization is not None
     report.tokenizer = facts.has_tokenizer
     if not facts.has_tokenizer:
-        report.problems = ["there is no tokenizer.json, so text cannot be turned into tokens"]
+        report.problems = [facts.lacks_tokenizer]
     facts.describe_text(report)
     report.chat_template = facts.finds_chat_template()
     report.notes = list(described.notes)

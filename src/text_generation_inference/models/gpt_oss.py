@@ -56,6 +56,7 @@ _EXPERTS = ExpertNames(
     alternating=True,
     biases=("experts.gate_up_proj_bias", "experts.down_proj_bias"),
 )
+_EACH = ExpertNames(router="router")  # as GGUF files have them
 
 
 def build(config: Config, context: Context) -> Model:
@@ -79,7 +80,7 @@ def build(config: Config, context: Context) -> Model:
         activation="clamped_swiglu",
         router_bias=True,
         names=_EXPERTS,
-        other_names=(),
+        other_names=(_EACH,),
     )
     spec = read_llama_like(config, qkv_bias=bias, out_bias=bias, windows=windows, theta=150000.0)
     return CausalLM(with_experts(with_attention(spec, sinks="sinks"), experts), context)

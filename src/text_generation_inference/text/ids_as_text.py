@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from text_generation_inference.errors import ValidationError
+from text_generation_inference.errors import ModelFormatError, ValidationError
 from text_generation_inference.text.model_folder import read_special_tokens
 from text_generation_inference.text.stop_tokens import read_ids, read_stop_ids
 from text_generation_inference.text.token_texts import TokenTexts
@@ -40,8 +40,8 @@ class IdsAsText(Tokenizer):
         folder = Path(folder)
         pad_ids = read_ids(folder, "generation_config.json", "pad_token_id")
         pad_ids = pad_ids or read_ids(folder, "config.json", "pad_token_id")
-        if (folder / "tokenizer.json").is_file():
-            tokenizer = Tokenizer.load(folder)
+        tokenizer = _load_if_there(folder)
+        if tokenizer is not None:
             eos_ids = tokenizer.eos_ids
             named = tokenizer.id_of(read_special_tokens(folder).texts().get("pad_token", ""))
             pad_ids = pad_ids or frozenset(() if named is None else (named,))
@@ -90,6 +90,15 @@ class IdsAsText(Tokenizer):
                 f" SKIP_TOKENIZER_IN_TGI. Given: {item[:_SHOWN]!r}"
             )
         return int(item)
+
+
+def _load_if_there(folder: Path) -> Tokenizer | None:
+    try:
+        return Tokenizer.load(folder)
+    except ModelFormatError:
+        if (folder / "tokenizer.json").exists():
+            raise
+        return None  # the ids are there for folders whose tokenizer cannot be read
 
 
 def _is_id(text: str) -> bool:

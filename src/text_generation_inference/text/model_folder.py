@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
 
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.files import read_json_object
@@ -75,6 +75,17 @@ def read_special_tokens(folder: Path, config: dict[str, Any] | None = None) -> S
     by_text = {token.content: token for token in [*older, *declared]}
     named = {role: by_text.get(token.content, token) for role, token in named.items()}
     return SpecialTokens(named, unnamed, declared, older)
+
+
+def add_special_tokens(backend: Tokenizer, special_tokens: SpecialTokens) -> None:
+    """Add those that a tokenizer lacks, and give those that it has the flags that a folder declares."""
+    tokens = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    tokens.update({token.content: token for token in special_tokens.declared})
+    for token in [*special_tokens.older, *special_tokens.named.values(), *special_tokens.unnamed]:
+        tokens.setdefault(token.content, token)
+    for text in special_tokens.texts().values():
+        tokens[text].special = True  # a token with a role is special, whatever its flag says
+    backend.add_tokens(list(tokens.values()))  # pyright: ignore[reportUnknownMemberType]
 
 
 def _extra_tokens(config: dict[str, Any]) -> list[Any] | dict[str, Any]:

@@ -1,9 +1,10 @@
 """Text to token ids and back, for one model folder.
 
 Used by the front end before a request enters the engine (`encode`) and, through `TextStream`, on its way out
-(`decode`). Equal to the fast tokenizer of transformers for the same folder: `tokenizer.json` decides, and the special
-tokens declared beside it are added. It holds no state per request, so threads may share it; the library remembers the
-tokens of up to 10,000 words, which takes 2 to 4 MB once so many have come.
+(`decode`). Equal to the fast tokenizer of transformers for the same folder: `tokenizer.json` decides, or the files that
+`tokenizer_files` reads in its place, and the special tokens declared beside it are added. It holds no state per
+request, so threads may share it; the library remembers the tokens of up to 10,000 words, which takes 2 to 4 MB once so
+many have come.
 """
 
 import itertools
@@ -13,13 +14,18 @@ from typing import Any, Self
 
 import tokenizers
 
-from text_generation_inference.errors import ModelFormatError, ValidationError
-from text_generation_inference.files import MAX_JSON_BYTES, check_plain_file
-from text_generation_inference.text.model_folder import SpecialTokens, read_json, read_special_tokens
+from text_generation_inference.errors import ValidationError
+from text_generation_inference.text.model_folder import (
+    SpecialTokens,
+    add_special_tokens,
+    read_json,
+    read_special_tokens,
+)
 from text_generation_inference.text.panics import reraise_unless_failure
 from text_generation_inference.text.split_sequences import mark_sequences, splits_sequences
 from text_generation_inference.text.stop_tokens import read_stop_ids
 from text_generation_inference.text.token_texts import TokenTexts, decodes_tokens_apart
+from text_generation_inference.text.tokenizer_files import read_backend
 
 # Folders write "no limit" as a huge number; no model reads this many tokens.
 _NO_LIMIT = 10**15
@@ -39,7 +45,7 @@ class Tokenizer:
         self._backend = backend
         backend.no_truncation()
         backend.no_padding()
-        _add_tokens(backend, special_tokens)
+        add_special_tokens(backend, special_tokens)
 
         texts = special_tokens.texts()
         self.bos_token = texts.get("bos_token")
@@ -68,10 +74,9 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> Self:
         """Read the tokenizer of a model folder. Raises `ModelFormatError` when it is missing or corrupt."""
         folder = Path(folder)
-        backend = _read_backend(folder / "tokenizer.json")
         config = read_json(folder, "tokenizer_config.json")
+        backend, special_tokens = read_backend(folder, read_special_tokens(folder))
         backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
-        special_tokens = read_special_tokens(folder)
         tokenizer = cls(backend, special_tokens, model_max_length=_max_length(config))
         tokenizer.eos_ids = read_stop_ids(folder, tokenizer.eos_ids, tokenizer.id_of)
         return tokenizer
@@ -144,32 +149,6 @@ class Tokenizer:
     def before_output(self, prompt: str) -> str:
         """A prompt as it stands before the answer in a text of both."""
         return prompt
-
-
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    if not path.exists():
-        raise ModelFormatError(
-            f"{path} is missing, and it holds the tokenizer. Download the model again, or write the file with "
-            "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)` of transformers."
-        )
-    try:
-        check_plain_file(path, MAX_JSON_BYTES)
-        return tokenizers.Tokenizer.from_file(str(path))
-    except ModelFormatError:
-        raise
-    except BaseException as error:  # the library raises plain Exception for every kind of bad file
-        reraise_unless_failure(error)
-        raise ModelFormatError(f"{path} is not a valid tokenizer: {error}. Download the model again.") from error
-
-
-def _add_tokens(backend: tokenizers.Tokenizer, special_tokens: SpecialTokens) -> None:
-    tokens = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    tokens.update({token.content: token for token in special_tokens.declared})
-    for token in [*special_tokens.older, *special_tokens.named.values(), *special_tokens.unnamed]:
-        tokens.setdefault(token.content, token)
-    for text in special_tokens.texts().values():
-        tokens[text].special = True  # a token with a role is special, whatever its flag says
-    backend.add_tokens(list(tokens.values()))  # pyright: ignore[reportUnknownMemberType]
 
 
 def _max_length(config: dict[str, Any]) -> int | None:

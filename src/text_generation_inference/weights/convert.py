@@ -106,7 +106,9 @@ def convert_gguf(path: Path, folder: Path, progress: Progress = silent) -> bool:
 
 def _write_tensor(file: GgufFile, plan: TensorPlan, values: BinaryIO, raw: BinaryIO | None) -> Iterator[int]:
     """Append one tensor to the open files; yields the bytes of values written by each slice."""
-    if plan.source is None:
+    if plan.make is not None:
+        yield values.write(_to_bytes(plan.make()))
+    elif plan.source is None:
         yield values.write(bytes(4 * math.prod(plan.shape)))
     elif not plan.keeps_blocks:
         row = to_float32(plan.stored_rows(file), plan.source.type_name)[0] + np.float32(plan.offset)

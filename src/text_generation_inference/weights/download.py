@@ -31,7 +31,7 @@ from text_generation_inference.weights.model_files import CONFIG, QUANTIZATION_B
 from text_generation_inference.weights.progress import Progress, silent
 
 _WEIGHTS = ["*.safetensors"]
-_OTHERS = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken"]
+_OTHERS = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken", "tiktoken.model"]
 # Small, and enough to judge a model.
 _CODE = ["*.py"]  # for those who trust it
 _DESCRIPTION = ["config.json", "tokenizer_config.json", "chat_template.jinja", *QUANTIZATION_BESIDE]

@@ -1,17 +1,45 @@
-"""The architectures of GGUF files that can be read: which tensor is which, and what a file says of the config.
+"""The architectures of GGUF files that can be read: which tensor is which.
 
 `gguf_model` plans tensors and reads what all architectures share. One entry of `ARCHITECTURES` is one architecture as
-llama.cpp's converter writes it; what its config.json says beyond the common fields is a function of the file here.
+llama.cpp's converter writes it; what its config.json says beyond the common fields is a function of
+`gguf_config_fields`.
 """
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from text_generation_inference.weights.gguf import UNSUPPORTED, GgufFile, to_float32
+from text_generation_inference.weights.gguf import GgufFile
+from text_generation_inference.weights.gguf_config_fields import (
+    chooses_by_sigmoid,
+    read_bloom,
+    read_cohere2,
+    read_command_r,
+    read_deepseek2,
+    read_falcon,
+    read_gemma,
+    read_gemma2,
+    read_gemma3,
+    read_gpt2,
+    read_gpt_oss,
+    read_gptneox,
+    read_granite,
+    read_llama,
+    read_mixtral,
+    read_olmo2,
+    read_phi2,
+    read_phi3,
+    read_qwen2_moe,
+    read_qwen3_moe,
+    read_smollm3,
+    read_stablelm,
+    read_starcoder,
+    read_starcoder2,
+)
 
 Fields = dict[str, Any]
+
+_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
 @dataclass(frozen=True)
@@ -20,12 +48,29 @@ class Architecture:
     model_type: str
     names: Mapping[str, str]  # of a layer's tensors: in the file -> in the Hugging Face model
     experts: Mapping[str, str] = field(default_factory=dict[str, str])  # of an expert's, with a place for its number
+    leading: Mapping[str, str] = field(default_factory=dict[str, str])  # of layers before those with experts
+    routed: Mapping[str, str] = field(default_factory=dict[str, str])  # and of those with experts
+    outside: Mapping[str, str] = field(default_factory=_OUTSIDE.copy)  # of tensors of no layer
+    layer: str = "model.layers.{}"
     permutes: bool = False  # query and key rows are stored in llama.cpp's rotary order
+    groups: bool = False  # q, k and v, which are one tensor, take turns in the Hugging Face model and not in the file
     biased: tuple[str, ...] = ()
+    may_be_biased: tuple[str, ...] = ()  # as the first layer is
+    optional: tuple[str, ...] = ()  # what all layers may lack
     norm_offset: float = 0.0  # what the converter has added to the weights of norms
+    head_norm: str = ""  # shape of norms of queries and keys, where it is not one head: "all", or "each" head its own
+    eps: str = "rms_norm_eps"  # the field of the config
+    rotates: bool = True
     scales_positions: bool = True  # knows linear, yarn and Llama 3's scaling, as Llama does
     rotates_part: bool = False  # fewer dimensions of a head than it has may be rotated
+    latent: bool = False  # keys and values of all heads are made of one latent
+    expert_biases: bool = False  # of all experts in one tensor, gates and ups taking turns
     read: Callable[[GgufFile, Fields], Fields] = lambda file, config: {}
+
+    @property
+    def centres(self) -> bool:
+        """Whether its norms subtract a mean."""
+        return self.eps != "rms_norm_eps"
 
 
 _ATTENTION = {
@@ -46,117 +91,26 @@ _SANDWICH = {
 _ROUTED = {"ffn_gate_inp": "mlp.gate"}
 _EXPERTS = {f"ffn_{part}": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
 _SHARED = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
-
-
-def _llama(file: GgufFile, config: Fields) -> Fields:
-    return {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": False}
-
-
-def _mixtral(file: GgufFile, config: Fields) -> Fields:
-    return {
-        "num_local_experts": file.integer("llama.expert_count"),
-        "num_experts_per_tok": file.integer("llama.expert_used_count"),
-        "sliding_window": None,
-    }
-
-
-def _qwen_experts(file: GgufFile, arch: str, normalised: bool) -> Fields:
-    return {
-        "num_experts": file.integer(f"{arch}.expert_count"),
-        "num_experts_per_tok": file.integer(f"{arch}.expert_used_count"),
-        "moe_intermediate_size": _width(file, f"{arch}.expert_feed_forward_length", "blk.0.ffn_down_exps.weight"),
-        "norm_topk_prob": normalised,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-
-
-def _width(file: GgufFile, key: str, tensor: str) -> int:
-    """Older files leave the key out; then it is the last dimension of a tensor."""
-    found = file.tensors.get(tensor)
-    return file.integer(key, found.shape[-1] if found is not None else None)
-
-
-def _qwen2_moe(file: GgufFile, config: Fields) -> Fields:
-    shared = _width(file, "qwen2moe.expert_shared_feed_forward_length", "blk.0.ffn_down_shexp.weight")
-    return {**_qwen_experts(file, "qwen2moe", False), "shared_expert_intermediate_size": shared}
-
-
-def _qwen3_moe(file: GgufFile, config: Fields) -> Fields:
-    return {**_qwen_experts(file, "qwen3moe", True), "attention_bias": False}
-
-
-def _gemma(file: GgufFile, config: Fields) -> Fields:
-    return {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
-
-
-def _scalar(config: Fields, layers_of_27b: int) -> int:
-    """What scores are divided by the root of. Not in the file: llama.cpp knows the largest model by its layers."""
-    if config["num_hidden_layers"] == layers_of_27b:
-        return config["hidden_size"] // config["num_attention_heads"]
-    return config["head_dim"]
-
-
-def _gemma2(file: GgufFile, config: Fields) -> Fields:
-    layers = config["num_hidden_layers"]
-    return {
-        **_gemma(file, config),
-        "query_pre_attn_scalar": _scalar(config, 46),
-        "attn_logit_softcapping": file.number("gemma2.attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": file.number("gemma2.final_logit_softcapping", 30.0),
-        "sliding_window": file.integer("gemma2.attention.sliding_window", 4096),
-        "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)],
-    }
-
-
-def _gemma3(file: GgufFile, config: Fields) -> Fields:
-    return {
-        **_gemma(file, config),
-        "rope_theta": file.number("gemma3.rope.freq_base", 1e6),
-        "rope_local_base_freq": file.number("gemma3.rope.freq_base_swa", 10000.0),
-        "query_pre_attn_scalar": _scalar(config, 62),
-        "sliding_window": file.integer("gemma3.attention.sliding_window", 1024),
-        "layer_types": [
-            "sliding_attention" if (layer + 1) % 6 else "full_attention" for layer in range(config["num_hidden_layers"])
-        ],
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-    }
-
-
-def _refuse_scaling(file: GgufFile, arch: str) -> None:
-    """Of a family that has none but its lists of factors: what would otherwise be left out in silence."""
-    kind = file.text(f"{arch}.rope.scaling.type", "none")
-    factor = file.number(f"{arch}.rope.scaling.factor", file.number(f"{arch}.rope.scale_linear", 1.0))
-    if kind not in ("none", "longrope") and factor != 1.0:
-        file.fail(f"position scaling {kind[:40]!r} is not known of this architecture", UNSUPPORTED)
-
-
-def _phi3(file: GgufFile, config: Fields) -> Fields:
-    rotated = file.integer("phi3.rope.dimension_count", config["head_dim"])
-    original = file.integer("phi3.rope.scaling.original_context_length", config["max_position_embeddings"])
-    window = file.integer("phi3.attention.sliding_window", 0)
-    fields: Fields = {
-        "partial_rotary_factor": rotated / config["head_dim"],
-        "original_max_position_embeddings": original,
-        "sliding_window": window or None,
-        "attention_bias": False,
-    }
-    lists = [file.tensors.get(f"rope_factors_{name}.weight") for name in ("short", "long")]
-    if not all(lists):
-        _refuse_scaling(file, "phi3")
-        return fields
-    values = [to_float32(file.rows(each), each.type_name).reshape(-1).tolist() for each in lists if each is not None]
-    if any(len(each) != rotated // 2 for each in values):
-        file.fail(f"the tensors `rope_factors_short` and `_long` should have {rotated // 2} values")
-    scaling: Fields = {"rope_type": "longrope", "short_factor": values[0], "long_factor": values[1]}
-    stretch = config["max_position_embeddings"] / original
-    usual = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
-    factor = file.number("phi3.rope.scaling.attn_factor", usual)
-    if not math.isclose(factor, usual, rel_tol=1e-5):
-        scaling["attention_factor"] = factor
-    return {**fields, "rope_scaling": scaling}
-
+_QKV = ("attn_q", "attn_k", "attn_v")
+_NORMS = ("attn_norm", "ffn_norm", "output_norm")
+_PLAIN = {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
+_ONE_NORM = {name: target for name, target in _ATTENTION.items() if name != "ffn_norm"}
+_FOUR_TIMES = {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
+_SELF_ATTENTION = {"attn_qkv": "self_attention.query_key_value", "attn_output": "self_attention.dense"}
+_GPT2 = {
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+_GPT2_OUTSIDE = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}
 
 _FUSED = {
     "attn_norm": "input_layernorm",
@@ -168,7 +122,7 @@ _FUSED = {
 }
 
 ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", "llama", {**_ATTENTION, **_DENSE}, permutes=True, read=_llama),
+    "llama": Architecture("LlamaForCausalLM", "llama", {**_ATTENTION, **_DENSE}, permutes=True, read=read_llama),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", {**_ATTENTION, **_DENSE}, biased=("attn_q", "attn_k", "attn_v")),
     "qwen2moe": Architecture(
         "Qwen2MoeForCausalLM",
@@ -176,7 +130,7 @@ ARCHITECTURES = {
         {**_ATTENTION, **_ROUTED, **_SHARED, "ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
         _EXPERTS,
         biased=("attn_q", "attn_k", "attn_v"),
-        read=_qwen2_moe,
+        read=read_qwen2_moe,
     ),
     "qwen3": Architecture(
         "Qwen3ForCausalLM",
@@ -185,33 +139,212 @@ ARCHITECTURES = {
         read=lambda file, config: {"attention_bias": False},
     ),
     "qwen3moe": Architecture(
-        "Qwen3MoeForCausalLM", "qwen3_moe", {**_ATTENTION, **_ROUTED, **_HEAD_NORMS}, _EXPERTS, read=_qwen3_moe
+        "Qwen3MoeForCausalLM", "qwen3_moe", {**_ATTENTION, **_ROUTED, **_HEAD_NORMS}, _EXPERTS, read=read_qwen3_moe
     ),
     "gemma": Architecture(
         "GemmaForCausalLM",
         "gemma",
         {**_ATTENTION, **_DENSE},
         norm_offset=1.0,
-        read=_gemma,
+        read=read_gemma,
     ),
     "gemma2": Architecture(
         "Gemma2ForCausalLM",
         "gemma2",
         {**_ATTENTION, **_DENSE, **_SANDWICH},
         norm_offset=1.0,
-        read=_gemma2,
+        read=read_gemma2,
     ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
         "gemma3_text",
         {**_ATTENTION, **_DENSE, **_SANDWICH, **_HEAD_NORMS},
         norm_offset=1.0,
-        read=_gemma3,
+        read=read_gemma3,
     ),
     "phi3": Architecture(
-        "Phi3ForCausalLM", "phi3", _FUSED, scales_positions=False, rotates_part=True, read=_phi3
+        "Phi3ForCausalLM", "phi3", _FUSED, scales_positions=False, rotates_part=True, read=read_phi3
     ),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        {
+            **{name: target for name, target in _ATTENTION.items() if name != "ffn_norm"},
+            "attn_sinks.weight": "self_attn.sinks",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+        },
+        _EXPERTS,
+        biased=(*_QKV, "attn_output", "ffn_gate_inp"),
+        expert_biases=True,
+        read=read_gpt_oss,
+    ),
+    "granite": Architecture(
+        "GraniteForCausalLM", "granite", {**_ATTENTION, **_DENSE}, permutes=True, read=read_granite
+    ),
+    "smollm3": Architecture(
+        "SmolLM3ForCausalLM", "smollm3", {**_ATTENTION, **_DENSE}, permutes=True, read=read_smollm3
+    ),
+    "starcoder2": Architecture(
+        "Starcoder2ForCausalLM",
+        "starcoder2",
+        {**_ATTENTION, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        biased=_NORMS,
+        may_be_biased=(*_QKV, "attn_output", "ffn_up", "ffn_down"),
+        eps="norm_epsilon",
+        read=read_starcoder2,
+    ),
+    "command-r": Architecture(
+        "CohereForCausalLM",
+        "cohere",
+        {**_ONE_NORM, **_DENSE, **_HEAD_NORMS},
+        optional=tuple(_HEAD_NORMS),
+        head_norm="each",
+        eps="layer_norm_eps",
+        read=read_command_r,
+    ),
+    "cohere2": Architecture(
+        "Cohere2ForCausalLM", "cohere2", {**_ONE_NORM, **_DENSE}, eps="layer_norm_eps", read=read_cohere2
+    ),
+    "olmo2": Architecture(
+        "Olmo2ForCausalLM",
+        "olmo2",
+        {
+            **{name: target for name, target in _ONE_NORM.items() if name != "attn_norm"},
+            **_DENSE,
+            **_HEAD_NORMS,
+            "post_attention_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        head_norm="all",
+        read=read_olmo2,
+    ),
+    "stablelm": Architecture(
+        "StableLmForCausalLM",
+        "stablelm",
+        {**_ATTENTION, **_DENSE, "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm"},
+        biased=_NORMS,
+        may_be_biased=_QKV,
+        optional=("ffn_norm", "attn_q_norm", "attn_k_norm"),
+        head_norm="each",
+        eps="layer_norm_eps",
+        rotates_part=True,
+        read=read_stablelm,
+    ),
+    "phi2": Architecture(
+        "PhiForCausalLM",
+        "phi",
+        {**_ONE_NORM, "attn_output": "self_attn.dense", **_PLAIN},
+        outside={**_OUTSIDE, "output_norm": "model.final_layernorm"},
+        biased=(*_QKV, "attn_output", *_PLAIN, "attn_norm", "output_norm", "output"),
+        eps="layer_norm_eps",
+        rotates_part=True,
+        read=read_phi2,
+    ),
+    "gptneox": Architecture(
+        "GPTNeoXForCausalLM",
+        "gpt_neox",
+        {
+            "attn_norm": "input_layernorm",
+            "attn_qkv": "attention.query_key_value",
+            "attn_output": "attention.dense",
+            "ffn_norm": "post_attention_layernorm",
+            **_FOUR_TIMES,
+        },
+        outside={
+            "token_embd": "gpt_neox.embed_in",
+            "output_norm": "gpt_neox.final_layer_norm",
+            "output": "embed_out",
+        },
+        layer="gpt_neox.layers.{}",
+        groups=True,
+        biased=("attn_qkv", "attn_output", *_FOUR_TIMES, *_NORMS),
+        eps="layer_norm_eps",
+        rotates_part=True,
+        read=read_gptneox,
+    ),
+    "gpt2": Architecture(
+        "GPTBigCodeForCausalLM", "gpt_bigcode", _GPT2, outside=_GPT2_OUTSIDE, layer="transformer.h.{}", groups=True,
+        biased=(*_GPT2, "output_norm"), eps="layer_norm_epsilon", rotates=False, read=read_gpt2
+    ),
+    "starcoder": Architecture(
+        "GPTBigCodeForCausalLM", "gpt_bigcode", _GPT2, outside=_GPT2_OUTSIDE, layer="transformer.h.{}",
+        biased=(*_GPT2, "output_norm"), eps="layer_norm_epsilon", rotates=False, read=read_starcoder
+    ),
+    "bloom": Architecture(
+        "BloomForCausalLM",
+        "bloom",
+        {
+            "attn_norm": "input_layernorm",
+            **_SELF_ATTENTION,
+            "ffn_norm": "post_attention_layernorm",
+            **_FOUR_TIMES,
+        },
+        outside={
+            "token_embd": "transformer.word_embeddings",
+            "token_embd_norm": "transformer.word_embeddings_layernorm",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+        },
+        layer="transformer.h.{}",
+        groups=True,
+        biased=(*_SELF_ATTENTION, *_FOUR_TIMES, *_NORMS, "token_embd_norm"),
+        eps="layer_norm_epsilon",
+        rotates=False,
+        read=read_bloom,
+    ),
+    "internlm2": Architecture("LlamaForCausalLM", "llama", {**_ATTENTION, **_DENSE}, permutes=True, read=read_llama),
 }  # fmt: skip
+ARCHITECTURES["deepseek2"] = Architecture(
+    "DeepseekV2ForCausalLM",
+    "deepseek_v2",
+    {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+    },
+    _EXPERTS,
+    leading=_DENSE,
+    routed={
+        **_ROUTED,
+        **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+    },
+    optional=("attn_q", "attn_q_a", "attn_q_a_norm", "attn_q_b", "attn_kv_b"),
+    latent=True,
+    read=read_deepseek2,
+)
+_DEEPSEEK3 = replace(
+    ARCHITECTURES["deepseek2"],
+    class_name="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    routed={**ARCHITECTURES["deepseek2"].routed, "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+)
+_FALCON = Architecture(
+    "FalconForCausalLM",
+    "falcon",
+    {"attn_norm": "input_layernorm", **_SELF_ATTENTION, **_FOUR_TIMES},
+    outside={
+        "token_embd": "transformer.word_embeddings",
+        "output_norm": "transformer.ln_f",
+        "output": "lm_head",
+    },
+    layer="transformer.h.{}",
+    groups=True,
+    biased=("attn_norm", "attn_norm_2", "output_norm"),
+    eps="layer_norm_epsilon",
+    read=read_falcon,
+)
+ARCHITECTURES["falcon"] = _FALCON
+_FALCON_TWO_NORMS = replace(
+    _FALCON, names={"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn", **_SELF_ATTENTION, **_FOUR_TIMES}
+)
 _MIXTRAL = Architecture(
     "MixtralForCausalLM",
     "mixtral",
@@ -221,41 +354,78 @@ _MIXTRAL = Architecture(
         for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
     },
     permutes=True,
-    read=_mixtral,
+    read=read_mixtral,
 )
 
 
 def find_architecture(file: GgufFile, name: str) -> Architecture | None:
-    """By its name in the file; a Llama with experts is a Mixtral."""
+    """By its name in the file; a Llama with experts is a Mixtral, Falcons differ in their norms, and DeepSeeks in how
+    they choose experts."""
     if name == "llama" and file.integer("llama.expert_count", 0) > 0:
         return _MIXTRAL
+    if name == "falcon" and "blk.0.attn_norm_2.weight" in file.tensors:
+        return _FALCON_TWO_NORMS
+    if name == "deepseek2" and chooses_by_sigmoid(file):
+        return _DEEPSEEK3
     return ARCHITECTURES.get(name)
 
 
 def layer_shapes(arch: Architecture, config: Fields) -> dict[str, tuple[int, ...]]:
     """Of the tensors that a layer may have, by their names in a file."""
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    query, key_value = (config[name] * dim for name in ("num_attention_heads", "num_key_value_heads"))
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    query, key_value = heads * dim, kv_heads * dim
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
-        ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm"), (hidden,)
+        ("attn_norm", "attn_norm_2", "ffn_norm", "post_attention_norm", "post_ffw_norm"), (hidden,)
     )
     shapes |= {"attn_q": (query, hidden), "attn_k": (key_value, hidden), "attn_v": (key_value, hidden)}
     shapes |= {"attn_output": (hidden, query), "attn_qkv": (query + 2 * key_value, hidden)}
-    shapes |= {"attn_q_norm": (dim,), "attn_k_norm": (dim,)}
-    fused = "ffn_gate" not in arch.names  # gate and up are one matrix
+    shapes |= {"attn_sinks.weight": (heads,)}
+    norms = {"": [(dim,)] * 2, "all": [(query,), (key_value,)], "each": [(heads, dim), (kv_heads, dim)]}
+    shapes |= dict(zip(("attn_q_norm", "attn_k_norm"), norms[arch.head_norm], strict=True))
+    fused = "mlp.gate_up_proj" in arch.names.values()
     shapes |= {
         "ffn_gate": (inner, hidden),
         "ffn_up": ((2 if fused else 1) * inner, hidden),
         "ffn_down": (hidden, inner),
     }
-    shared = config.get("shared_expert_intermediate_size", 0)
+    shared = config.get("n_shared_experts", 0) * config.get("moe_intermediate_size", 0)
+    shared = config.get("shared_expert_intermediate_size", shared)
     shapes |= {"ffn_gate_shexp": (shared, hidden), "ffn_up_shexp": (shared, hidden), "ffn_down_shexp": (hidden, shared)}
     shapes |= {"ffn_gate_inp": (count_experts(config), hidden), "ffn_gate_inp_shexp": (1, hidden)}
-    return shapes
+    shapes["exp_probs_b.bias"] = (count_experts(config),)
+    return shapes | (_latent_shapes(config) if arch.latent else {})
+
+
+def _latent_shapes(config: Fields) -> dict[str, tuple[int, ...]]:
+    hidden, heads, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    plain, rotated, value = (config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    query, query_rank = heads * (plain + rotated), config["q_lora_rank"] or 0
+    return {
+        "attn_q": (query, hidden),
+        "attn_q_a": (query_rank, hidden),
+        "attn_q_a_norm": (query_rank,),
+        "attn_q_b": (query, query_rank),
+        "attn_kv_a_mqa": (rank + rotated, hidden),
+        "attn_kv_a_norm": (rank,),
+        "attn_kv_b": (heads * (plain + value), rank),
+        "attn_k_b": (heads, rank, plain),
+        "attn_v_b": (heads, value, rank),
+        "attn_output": (hidden, heads * value),
+    }
+
+
+def outside_shapes(config: Fields) -> dict[str, tuple[int, ...]]:
+    """Of the tensors that belong to no layer."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("token_embd", "output"), (vocab, hidden))
+    shapes |= dict.fromkeys(("output_norm", "token_embd_norm"), (hidden,))
+    return shapes | {"position_embd": (config["max_position_embeddings"], hidden)}
 
 
 def count_experts(config: Fields) -> int:
-    return config.get("num_local_experts", config.get("num_experts", 0))
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return next((config[name] for name in names if name in config), 0)
 
 
 def expert_shapes(config: Fields) -> dict[str, tuple[int, int]]:

@@ -1,12 +1,14 @@
 """What a GGUF file means as a Hugging Face model: the config, and which stored tensor becomes which weight.
 
 Between `gguf` (format) and `convert` (writing). What differs between architectures is in `gguf_architectures`; knows
-neither values nor files to write. llama.cpp stores the rows of Llama query and key projections in the order of its own
-rotary embedding; `TensorPlan.row_order` gives them back in the order of the Hugging Face model.
+no files to write, and of values only those that a weight takes from several tensors. llama.cpp stores the rows of Llama
+query and key projections in the order of its own rotary embedding; `TensorPlan.row_order` gives them back in the order
+of the Hugging Face model.
 """
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ from text_generation_inference.weights.gguf_architectures import (
     expert_shapes,
     find_architecture,
     layer_shapes,
+    outside_shapes,
 )
 
 
@@ -33,6 +36,7 @@ class TensorPlan:
     row_order: np.ndarray | None = None  # row i of the weight is stored row `row_order[i]`
     first_row: int = 0  # of the stored tensor, which may hold a matrix for each expert
     offset: float = 0.0  # added to the stored values
+    make: Callable[[], np.ndarray] | None = None  # the values, where they are in no single tensor as they are wanted
 
     @property
     def keeps_blocks(self) -> bool:
@@ -43,7 +47,7 @@ class TensorPlan:
         """In the order of the file."""  # uint8 [rows, bytes]
         assert self.source is not None
         rows = file.rows(self.source)
-        return rows[self.first_row : self.first_row + self.shape[0]] if self.keeps_blocks else rows
+        return rows[self.first_row :][: self.shape[0] if self.keeps_blocks else 1]
 
 
 _UNUSED = re.compile(r"rope_freqs\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)(\.weight)?")
@@ -61,6 +65,8 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     if num_heads == 0 or hidden_size == 0:
         file.fail(f"`{arch_name}.attention.head_count` is {num_heads} and the embedding length {hidden_size}")
     head_dim = file.integer(f"{arch_name}.attention.key_length", hidden_size // num_heads)
+    if head_dim == 0:
+        file.fail(f"{num_heads} heads of an embedding of {hidden_size} have no dimension")
     num_layers = file.integer(f"{arch_name}.block_count")
     if not 0 < num_layers <= len(file.tensors):
         file.fail(f"`{arch_name}.block_count` is {num_layers}, but the file holds {len(file.tensors)} tensors")
@@ -69,7 +75,8 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         file.fail("the matrix `token_embd.weight` is missing")
     context_length = file.integer(f"{arch_name}.context_length")
     theta = file.number(f"{arch_name}.rope.freq_base", 10000.0)
-    scaling = _rope_scaling(file, arch_name, head_dim, theta, context_length) if arch.scales_positions else None
+    scales = arch.scales_positions and arch.rotates
+    scaling = _rope_scaling(file, arch_name, head_dim, theta, context_length) if scales else None
     config: dict[str, Any] = {
         "architectures": [arch.class_name],
         "model_type": arch.model_type,
@@ -80,7 +87,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         "num_attention_heads": num_heads,
         "num_key_value_heads": file.integer(f"{arch_name}.attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "rms_norm_eps": file.number(f"{arch_name}.attention.layer_norm_rms_epsilon"),
+        arch.eps: file.number(f"{arch_name}.attention.layer_norm_{'' if arch.centres else 'rms_'}epsilon"),
         "rope_theta": theta,
         "rope_scaling": scaling,
         "vocab_size": embedding.shape[0],
@@ -111,26 +118,16 @@ def plan_tensors(file: GgufFile, config: dict[str, Any]) -> list[TensorPlan]:
     """Every weight of the model that `config` describes, checked for shape; strict both ways."""
     _, arch = _architecture(file)
     planner = _Planner(file, arch, config)
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    shapes = layer_shapes(arch, config)
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if arch.permutes else {}
-    biased = arch.biased
-    if config.get("attention_bias"):
-        biased = ("attn_q", "attn_k", "attn_v", "attn_output")
-    plans = [planner.plan("token_embd.weight", "model.embed_tokens.weight", (vocab, hidden))]
+    plans = planner.plan_outside(("token_embd", "token_embd_norm", "position_embd"))
     for layer in range(config["num_hidden_layers"]):
-        for part, name in arch.names.items():
-            stored, target = f"blk.{layer}.{part}", f"model.layers.{layer}.{name}"
-            plans.append(planner.plan(f"{stored}.weight", f"{target}.weight", shapes[part], heads.get(part)))
-            if part in biased:
-                # A Llama with biases has one on the output projection too; a file without it means zero.
-                rows, optional = shapes[part][:1], part == "attn_output"
-                plans.append(planner.plan(f"{stored}.bias", f"{target}.bias", rows, heads.get(part), optional))
-        for part, name in arch.experts.items():
+        has_experts = layer >= config.get("first_k_dense_replace", 0)
+        for part, name in {**arch.names, **(arch.routed if has_experts else arch.leading)}.items():
+            plans += planner.plan_part(layer, part, name)
+        for part, name in arch.experts.items() if has_experts else ():
             plans += planner.plan_experts(layer, part, name)
-    plans.append(planner.plan("output_norm.weight", "model.norm.weight", (hidden,)))
-    if not config["tie_word_embeddings"]:
-        plans.append(planner.plan("output.weight", "lm_head.weight", (vocab, hidden)))
+        if arch.expert_biases:
+            plans += planner.plan_expert_biases(layer)
+    plans += planner.plan_outside(("output_norm",) if config["tie_word_embeddings"] else ("output_norm", "output"))
     planner.check_left()
     return plans
 
@@ -138,6 +135,12 @@ def plan_tensors(file: GgufFile, config: dict[str, Any]) -> list[TensorPlan]:
 class _Planner:
     def __init__(self, file: GgufFile, arch: Architecture, config: dict[str, Any]) -> None:
         self.file, self.arch, self.config = file, arch, config
+        self.shapes = layer_shapes(arch, config)
+        self.absent = {part for part in arch.optional if f"blk.0.{part}.weight" not in file.tensors}
+        biases = {part for part in arch.may_be_biased if f"blk.0.{part}.bias" in file.tensors}
+        self.biased = {*arch.biased, *biases}
+        if config.get("attention_bias"):
+            self.biased |= {"attn_q", "attn_k", "attn_v", "attn_output"}
         has_factors = arch.model_type == "phi3"  # which are in its config
         self.left = {
             name
@@ -145,28 +148,109 @@ class _Planner:
             if not _UNUSED.fullmatch(name) and not (has_factors and _ROPE_FACTORS.fullmatch(name))
         }
 
+    def plan_outside(self, parts: tuple[str, ...]) -> list[TensorPlan]:
+        shapes, plans = outside_shapes(self.config), list[TensorPlan]()
+        for part in parts:
+            if (name := self.arch.outside.get(part)) is not None:
+                plans.append(self.plan(f"{part}.weight", f"{name}.weight", shapes[part]))
+                if part in self.biased:
+                    plans.append(self.plan(f"{part}.bias", f"{name}.bias", shapes[part][:1]))
+        return plans
+
+    def plan_part(self, layer: int, part: str, name: str) -> list[TensorPlan]:
+        stored, target, shape = f"blk.{layer}.{part}", f"{self.arch.layer.format(layer)}.{name}", self.shapes[part]
+        if "." in part:  # a whole name
+            return [self.plan(stored, target, shape)]
+        if part == "attn_kv_b":
+            return [self.plan_latent(layer, target)]
+        if part in self.absent:
+            return []
+        if self.arch.model_type == "stablelm" and part in ("attn_q_norm", "attn_k_norm"):
+            return self.plan_rows(f"{stored}.weight", target + ".norms.{}.weight", shape)
+        plans = [self.plan(f"{stored}.weight", f"{target}.weight", shape, part)]
+        if part in self.biased:
+            # A Llama with biases has one on the output projection too; a file without it means zero.
+            optional = part == "attn_output" and part not in self.arch.biased
+            plans.append(self.plan(f"{stored}.bias", f"{target}.bias", shape[:1], part, optional))
+        return plans
+
+    def row_order(self, part: str) -> np.ndarray | None:
+        heads, kv_heads, dim = (self.config[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+        if self.arch.permutes and part in ("attn_q", "attn_k"):
+            return _rotary_row_order(heads if part == "attn_q" else kv_heads, dim)
+        if self.arch.groups and part == "attn_qkv":
+            return _grouped_row_order(heads, kv_heads, dim)
+        return None
+
     def plan(
-        self, stored: str, name: str, shape: tuple[int, ...], num_heads: int | None = None, optional: bool = False
+        self,
+        stored: str,
+        name: str,
+        shape: tuple[int, ...],
+        part: str = "",
+        optional: bool = False,
     ) -> TensorPlan:
+        source = self.take(stored, shape, optional)
+        order = self.row_order(part)
+        offset = -self.arch.norm_offset if stored.endswith("norm.weight") else 0.0
+        return TensorPlan(name, shape, source, order, offset=offset)
+
+    def take(self, stored: str, shape: tuple[int, ...], optional: bool = False) -> GgufTensor | None:
         source = self.file.tensors.get(stored)
         if source is None and not optional:
             self.file.fail(f"tensor `{stored}` is missing")
         if source is not None and source.shape not in (shape, shape[1:] if shape[0] == 1 else shape):
             self.file.fail(f"tensor `{stored}` has shape {source.shape} where the metadata asks for {shape}")
         self.left.discard(stored)
-        order = None if num_heads is None else _rotary_row_order(num_heads, self.config["head_dim"])
-        offset = -self.arch.norm_offset if stored.endswith("norm.weight") else 0.0
-        return TensorPlan(name, shape, source, order, offset=offset)
+        return source
+
+    def plan_rows(self, stored: str, name: str, shape: tuple[int, ...]) -> list[TensorPlan]:
+        """A weight of each row."""
+        source = self.take(stored, shape)
+        return [TensorPlan(name.format(row), shape[1:], source, first_row=row) for row in range(shape[0])]
+
+    def plan_latent(self, layer: int, target: str) -> TensorPlan:
+        """Newer files have what makes keys of a latent the other way round, and apart from what makes values.
+
+        It is taken apart when a model is loaded, and so never kept in blocks.
+        """
+        names = ("attn_k_b", "attn_v_b") if "attn_kv_b" in self.absent else ("attn_kv_b",)
+        sources = [self.take(f"blk.{layer}.{name}.weight", self.shapes[name]) for name in names]
+
+        def join() -> np.ndarray:
+            found: list[np.ndarray] = []
+            for each in sources:
+                assert each is not None
+                found.append(to_float32(self.file.rows(each), each.type_name).reshape(each.shape))
+            return found[0] if len(found) == 1 else np.concatenate((found[0].swapaxes(1, 2), found[1]), axis=1)
+
+        return TensorPlan(f"{target}.weight", self.shapes["attn_kv_b"], None, make=join)
+
+    def plan_expert_biases(self, layer: int) -> list[TensorPlan]:
+        count, target = count_experts(self.config), f"{self.arch.layer.format(layer)}.mlp.experts"
+        hidden, inner = self.config["hidden_size"], self.config["intermediate_size"]
+        stored = f"blk.{layer}.ffn_{{}}_exps.bias"
+        gate, up = (self.take(stored.format(part), (count, inner)) for part in ("gate", "up"))
+
+        def take_turns() -> np.ndarray:
+            assert gate is not None and up is not None
+            values = [to_float32(self.file.rows(each), each.type_name) for each in (gate, up)]
+            return np.stack(values, axis=-1).reshape(count, 2 * inner)
+
+        return [
+            TensorPlan(f"{target}.gate_up_proj_bias", (count, 2 * inner), None, make=take_turns),
+            self.plan(stored.format("down"), f"{target}.down_proj_bias", (count, hidden)),
+        ]
 
     def plan_experts(self, layer: int, part: str, name: str) -> list[TensorPlan]:
         """From one tensor for all experts, or, in older files, from one for each."""
         count, shape = count_experts(self.config), expert_shapes(self.config)[part]
-        target = f"model.layers.{layer}.{name}.weight"
+        target = f"{self.arch.layer.format(layer)}.{name}.weight"
         stored = f"blk.{layer}.{part}_exps.weight"
         source = self.file.tensors.get(stored)
         if source is None:
-            names = [(f"blk.{layer}.{part}.{number}.weight", target.format(number)) for number in range(count)]
-            return [self.plan(*each, shape) for each in names]
+            single = f"blk.{layer}.{part}.{{}}.weight"
+            return [self.plan(single.format(number), target.format(number), shape) for number in range(count)]
         if source.shape != (count, *shape):
             self.file.fail(f"tensor `{stored}` has shape {source.shape} where the metadata asks for {(count, *shape)}")
         self.left.discard(stored)
@@ -208,6 +292,14 @@ def _rotary_row_order(num_heads: int, head_dim: int) -> np.ndarray:
     return np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
+def _grouped_row_order(num_heads: int, num_kv_heads: int, head_dim: int) -> np.ndarray:
+    """Stored: all queries, all keys, all values. Wanted: for each key its queries, itself and its value."""
+    stored = np.arange((num_heads + 2 * num_kv_heads) * head_dim).reshape(-1, head_dim)
+    queries, keys, values = np.split(stored, [num_heads, num_heads + num_kv_heads])
+    groups = queries.reshape(num_kv_heads, -1, head_dim)
+    return np.concatenate((groups, keys[:, None], values[:, None]), axis=1).reshape(-1)
+
+
 def _check_rotary(file: GgufFile, arch_name: str, arch: Architecture, config: dict[str, Any]) -> None:
     head_dim, num_heads, num_kv_heads = (config[k] for k in ("head_dim", "num_attention_heads", "num_key_value_heads"))
     if head_dim == 0 or head_dim % 2 or num_kv_heads == 0 or num_heads % num_kv_heads:
@@ -215,11 +307,11 @@ def _check_rotary(file: GgufFile, arch_name: str, arch: Architecture, config: di
             f"{num_heads} heads, {num_kv_heads} key-value heads of dimension {head_dim} are no possible attention"
         )
     for key in ("rope.dimension_count", "attention.value_length"):
-        if arch.rotates_part and key == "rope.dimension_count":
+        if arch.latent or ((arch.rotates_part or not arch.rotates) and key == "rope.dimension_count"):
             continue
         if (value := file.integer(f"{arch_name}.{key}", head_dim)) != head_dim:
             file.fail(f"`{arch_name}.{key}` is {value}, not the head dimension {head_dim}", UNSUPPORTED)
-    for key in ("rms_norm_eps", "rope_theta"):
+    for key in (arch.eps, "rope_theta"):
         if config[key] <= 0:
             file.fail(f"{key} is {config[key]}, but must be positive")
 

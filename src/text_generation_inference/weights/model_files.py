@@ -1,5 +1,7 @@
 """The files of a model folder, as `convert` and `download` make them and `checkpoint` reads them."""
 
+import os
+
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -8,13 +10,39 @@ QUANTIZATION_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq
 BLOCKS = "ggml.safetensors"  # quantised blocks of a converted GGUF file: metadata gives the ggml type of each tensor
 
 
+PIECES, MERGES = "`tokenizer.model`, which is read", "`vocab.json` with `merges.txt`, which are read"
+# Families of which many repositories on the hub lack safetensors or a tokenizer.json: what they have.
+PICKLED = {
+    "OPT": MERGES,
+    "Galactica": "",
+    "GPT-J": "",
+    "Cerebras-GPT": MERGES,
+    "Dolly": "",
+    "MPT": "",
+    "Falcon RW": "",
+    "Baichuan": PIECES,
+}
+TOKENIZERS = {
+    "InternLM2": PIECES,
+    "Llama, older copies": PIECES,
+    "Kimi-K2": "`tiktoken.model`, which is refused: put a `tokenizer.json` from a converted copy into the folder, or"
+    " serve token ids (`SKIP_TOKENIZER_IN_TGI`)",
+}
+
+
 def explain_pickles(model: str) -> str:
-    """Why pickled weights are refused, and the command that converts them."""
+    """Why pickled weights are refused, and the commands that convert them. They need no code of the model."""
+    is_here = os.path.isdir(os.path.expanduser(model))
+    folder = model if is_here else model.rpartition("/")[2]
+    files = os.path.join(folder, "pytorch_model*.bin")
     code = (
-        "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
-        f"[C.from_pretrained({model!r}).save_pretrained({model + '-safetensors'!r}) for C in (M, T)]"
+        "import glob, torch, safetensors.torch as s; "
+        "[s.save_file({k: v.clone().contiguous() for k, v in d.items()}, f[:-4] + '.safetensors', {'format': 'pt'})"
+        f" for f in glob.glob({files!r}) for d in [torch.load(f, map_location='cpu', weights_only=True)]]"
     )
+    fetch = "" if is_here else f"hf download {model} --local-dir {folder} && "
     return (
-        "Pickled weights can run code when opened and are refused. If you trust them, convert them once and serve the "
-        f'new folder {model}-safetensors: python -c "{code}"'
+        f"Pickled weights can run code when opened and are refused; many repositories of {', '.join(PICKLED)} and"
+        " others have no other weights. If you trust them, convert them once (which runs no code of the model, whatever"
+        f' computes it) and serve the folder {folder}: {fetch}python -c "{code}"'
     )

@@ -9,6 +9,7 @@ from text_generation_inference.config import ServerConfig, read_environment
 from text_generation_inference.errors import ModelNotFoundError, StartError, TgiError
 from text_generation_inference.text.model_folder import SpecialTokens
 from text_generation_inference.text.tokenizer import Tokenizer
+from text_generation_inference.text.tokenizer_files import has_tokenizer
 from text_generation_inference.weights import embedded
 from text_generation_inference.weights.download import download_model
 from text_generation_inference.weights.gguf import GgufFile
@@ -23,7 +24,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
     """Raises `StartError` saying which tokenizer could not be had, and why."""
     try:
         path = embedded.find_embedded() if name == embedded.NAME else Path(name).expanduser()
-        if path.is_dir() and not (path / "tokenizer.json").is_file():
+        if path.is_dir() and not has_tokenizer([file.name for file in path.iterdir()]):
             files = sorted(path.glob("*.gguf"))
             path = files[0] if len(files) == 1 else path
         if path.is_dir():
