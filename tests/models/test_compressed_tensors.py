@@ -156,6 +156,10 @@ def test_scales_of_a_cache(tmp_path: Path) -> None:
     model = load(write("w4a16", tmp_path, scales, config), torch.float32)
     attention = model.model.layers[0].attention
     assert attention.cache_scales.of(torch.float8_e4m3fn) == (0.5, 0.25)
+    for asked in (None, "fp8_e4m3fn"):  # the checkpoint alone does not put the cache into FP8
+        engine = start(tmp_path, kv_cache_dtype=asked)
+        assert any("KV cache in fp8_e4m3fn" in note for note in engine.notes) == (asked is not None)
+        engine.close()
     with pytest.raises(ModelFormatError, match=r"lacks the tensor model.layers.0.self_attn.k_scale"):
         load(write("w4a16", tmp_path, {}, config), torch.float32)
 
