@@ -37,7 +37,7 @@ class AwqSettings:
 
     @property
     def making(self) -> MakingSettings:
-        return MakingSettings(self.bits, self.group_size, self.act_order, self.symmetric)
+        return MakingSettings(self.bits, self.group_size, self.act_order, self.symmetric, static_groups=False)
 
 
 def make_awq(

@@ -129,14 +129,17 @@ NEAREST: dict[str, dict[str, Any]] = {
     "int3 g128 nearest, least error": {"bits": 3},
     "int2 g128 nearest, least error": {"bits": 2},
 }
+# Without a word about it, inputs are rounded in their order.
 GPTQ: dict[str, dict[str, Any]] = {
     "GPTQ int8 g128": {"bits": 8},
     "GPTQ int4 g128": {},
     "GPTQ int4 g128, largest weight": {"clip": False},
     "GPTQ int4 g128 act-order": {"act_order": True},
+    "GPTQ int4 g128 static groups": {"static_groups": True},  # what is made by default
     "GPTQ int4 g128 zero points": {"symmetric": False},
     "GPTQ int4 g64": {"group_size": 64},
     "GPTQ int4 g64 act-order": {"group_size": 64, "act_order": True},
+    "GPTQ int4 g64 static groups": {"group_size": 64, "static_groups": True},
     "GPTQ int4 g32": {"group_size": 32},
     "GPTQ int3 g128": {"bits": 3},
     "GPTQ int3 g128 act-order": {"bits": 3, "act_order": True},
@@ -226,7 +229,7 @@ def main() -> int:
 
     def load_made(out: Path, name: str, settings: dict[str, Any]) -> tuple[Path, Quantization | None]:
         folder = out / name.replace(" ", "-").replace(",", "")
-        make_checkpoint(source, folder, calibration, device, options.window, **settings)
+        make_checkpoint(source, folder, calibration, device, options.window, **{"static_groups": False, **settings})
         return folder, read_quantization(read_config(folder))
 
     with tempfile.TemporaryDirectory() as temporary:

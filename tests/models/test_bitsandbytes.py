@@ -2,11 +2,16 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from damage import damage, matrix_of
 from driving import Tiny, make_tiny, start
+from gptq_writing import load_matrices
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from library_checkpoints import (
     DATA,
     check_tokens,
@@ -256,6 +261,43 @@ def test_wrong_tensors_of_8_bits_are_named(tmp_path: Path, change: dict[str, Ten
         change = {**change, f"{DOWN}.weight_format": None}
     with pytest.raises(ModelFormatError, match=text):
         start(whole_checkpoint("int8", tmp_path, change))
+
+
+_SCALES = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".SCB")
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp4", "int8"])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_damaged_files_are_named(name: str, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    tensors, metadata = library_tensors(name)
+    scales = tuple(each for each in _SCALES if each != ".absmax" or name != "nf4")  # whose scales are codes
+    damaged, rank = damage(tensors, ("_proj.weight", f".bitsandbytes__{name}", *_SCALES), scales, data)
+    folder = write_folder(
+        tmp_path_factory.getbasetemp() / "damaged",
+        json.loads((DATA / name / "config.json").read_text()),
+        tensors,
+        metadata,
+    )
+    with pytest.raises(ModelFormatError, match=re.escape(matrix_of(damaged))):
+        load_matrices(folder, *rank)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_words_that_are_damaged_are_read_or_named(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    tensors, metadata = library_tensors("nf4")
+    words = tensors[STATE].clone()
+    place = data.draw(st.integers(0, len(words) - 1))
+    words[place] = data.draw(st.integers(0, 255))
+    folder = tmp_path_factory.getbasetemp() / "damaged"
+    write_folder(folder, json.loads((DATA / "nf4" / "config.json").read_text()), {**tensors, STATE: words}, metadata)
+    try:
+        load_matrices(folder)
+    except ModelFormatError as error:
+        assert K in str(error)
 
 
 def test_parts_with_tables_of_their_own_are_widened(tmp_path: Path) -> None:

@@ -5,13 +5,19 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from compressed_writing import DOCUMENT, FORMS, load, matrices, tensors_of, write
+from damage import damage, matrix_of
 from driving import make_request, run, start
+from gptq_writing import load_matrices
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ranks import check_ranks, logits_of_threads
+from safetensors.torch import save_file
 from torch import Tensor
 
 from text_generation_inference.errors import ModelFormatError
@@ -156,6 +162,10 @@ def test_scales_of_a_cache(tmp_path: Path) -> None:
     model = load(write("w4a16", tmp_path, scales, config), torch.float32)
     attention = model.model.layers[0].attention
     assert attention.cache_scales.of(torch.float8_e4m3fn) == (0.5, 0.25)
+    for asked in (None, "fp8_e4m3fn"):  # the checkpoint alone does not put the cache into FP8
+        engine = start(tmp_path, kv_cache_dtype=asked)
+        assert any("KV cache in fp8_e4m3fn" in note for note in engine.notes) == (asked is not None)
+        engine.close()
     with pytest.raises(ModelFormatError, match=r"lacks the tensor model.layers.0.self_attn.k_scale"):
         load(write("w4a16", tmp_path, {}, config), torch.float32)
 
@@ -223,6 +233,33 @@ def test_wrong_tensors_are_named(form: str, name: str, value: Tensor | None, tex
     with pytest.raises(ModelFormatError) as caught:
         load(folder, torch.float32)
     assert text in str(caught.value) and f"{DOWN}.{name}" in str(caught.value)
+
+
+_TENSORS = (
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_zero_point",
+    ".weight_g_idx",
+    ".weight_global_scale",
+    "_proj.weight",
+)
+_SCALES = (".weight_scale", ".weight_global_scale")
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_damaged_files_are_named(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    # In 3 bits a row may have the words of either packing.
+    form = data.draw(st.sampled_from([form for form in FORMS if not form.startswith("w3a16")]))
+    folder = write(form, tmp_path_factory.getbasetemp() / "damaged")
+    tensors = dict(tensors_of(form))
+    scales = tuple(n for n in tensors if n.endswith(_SCALES) and tensors[n].is_floating_point())
+    of_form = FORMS[form]["matrices"]  # some matrices are plain
+    stored = tuple(n for n in tensors if n.endswith(_TENSORS) and matrix_of(n) in of_form)
+    damaged, rank = damage(tensors, stored, scales, data)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelFormatError, match=re.escape(matrix_of(damaged))):
+        load_matrices(folder, *rank)
 
 
 def test_scales_that_are_too_large_together_are_named(tmp_path: Path) -> None:

@@ -1,11 +1,16 @@
 """Checkpoints of HQQ and torchao against what the libraries make of them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from damage import damage, matrix_of
 from driving import start
+from gptq_writing import load_matrices
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from library_checkpoints import (
     DATA,
     check_tokens,
@@ -122,6 +127,7 @@ def test_wrong_tensors_of_hqq_are_named(tmp_path: Path, change: dict[str, Tensor
         ("int8", {"zero_point": torch.ones(32, 1).long()}, f"tensor {K}._weight_zero_point in .* has type int64"),
         ("int8", {"act_pre_scale": torch.ones(64)}, f"{K}._weight_act_pre_scale: inputs that are scaled"),
         ("intx", {"qdata": torch.full((32, 64), 9, dtype=torch.int8)}, f"tensor {K}._weight_qdata in .* beyond"),
+        ("intx", {"zero_point": None}, f"lacks the tensor {K}._weight_zero_point"),
         ("int4", {"scale": torch.ones(2, 3)}, f"tensor {K}._weight_scale in .* has shape"),
         ("int4", {"zero_point": None}, f"lacks the tensor {K}._weight_zero_point"),
     ],
@@ -133,6 +139,28 @@ def test_wrong_tensors_of_torchao_are_named(
     changed = {f"{K}._weight_{tensor}": value for tensor, value in change.items()}
     with pytest.raises(ModelFormatError, match=text):
         start(whole_checkpoint(f"torchao-{name}", tmp_path, changed))
+
+
+_AO = ("_weight_qdata", "_weight_scale", "_weight_zero_point")
+_DAMAGED = {  # tensors by the ends of their names, and those that hold fractions
+    "hqq": ((".W_q", ".packing", ".scale", ".zero"), (".scale", ".zero")),
+    "torchao-int8": (_AO[:2], _AO[1:2]),  # which may lack zero points
+    "torchao-intx": (_AO, _AO[1:2]),
+    "torchao-int4": (_AO, _AO[1:]),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_damaged_files_are_named(name: str, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    tensors, metadata = library_tensors(name)
+    named, floats = _DAMAGED["hqq" if name.startswith("hqq") else name]
+    damaged, rank = damage(tensors, named, floats, data)
+    config = json.loads((DATA / name / "config.json").read_text())
+    folder = write_folder(tmp_path_factory.getbasetemp() / "damaged", config, tensors, metadata)
+    with pytest.raises(ModelFormatError, match=re.escape(matrix_of(damaged))):
+        load_matrices(folder, *rank)
 
 
 def torchao(kind: str, **settings: object) -> dict:

@@ -112,6 +112,40 @@ def test_experts_in_tensors_of_their_own(tmp_path: Path) -> None:
     check_ranks(few, logits_of_threads(plain, 1), Ops())
 
 
+GPT_OSS = {  # what each matrix of an expert is called, and the router
+    "each": (("experts.{}.gate_proj", "experts.{}.up_proj", "experts.{}.down_proj"), "router"),
+    "pairs": (("experts.gate_up.{}", "experts.down.{}"), "router"),
+    "unsloth": (("experts.gate_up_projs.{}", "experts.down_projs.{}"), "router.linear"),
+}
+
+
+@pytest.mark.parametrize("form", GPT_OSS)
+def test_experts_of_gpt_oss_in_tensors_of_their_own(form: str, tmp_path: Path) -> None:
+    """As its quantised versions have them, with their biases; gates and values take turns where they are one tensor."""
+    source = make_tiny("GptOss", {}, tmp_path / "tiny").folder
+    expected = logits_of_threads(source, 1)
+    (*pair, down), router = GPT_OSS[form]
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in load_file(source / "model.safetensors").items():
+        stem, _, last = name.partition("experts.")
+        names = pair if last.startswith("gate_up_proj") else [down]
+        for number, each in enumerate(value if last else ()):
+            for place, word in enumerate(names):
+                end = "bias" if last.endswith("_bias") else "weight"
+                part = each if end == "bias" else each.t()
+                tensors[f"{stem}{word.format(number)}.{end}"] = part[place :: len(names)].contiguous()
+        if not last:
+            tensors[name.replace("mlp.router", f"mlp.{router}")] = value
+    save_file(tensors, source / "model.safetensors")
+    torch.testing.assert_close(logits_of_threads(source, 1), expected)
+    torch.testing.assert_close(logits_of_threads(source, 3, by_expert=True), expected, atol=1e-4, rtol=1e-4)
+    plain, few = write_folders(source, "zero points", tmp_path)
+    whole = logits_of_threads(plain, 1)
+    check_ranks(few, whole, Ops())
+    found = logits_of_threads(few, 3, ops=Ops(), by_expert=True)
+    torch.testing.assert_close(found, whole, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_head_in_few_bits_is_a_head(is_tied: bool, tmp_path: Path) -> None:
     """Whatever its tensors are called, and even where config.json says that the embedding is the head."""

@@ -35,11 +35,16 @@ def solve_plainly(weight: torch.Tensor, rows: torch.Tensor, chosen: MakingSettin
     hessian += chosen.percdamp * hessian.diagonal().mean() * torch.eye(columns)
     left = weight.double().clone()
     order = list(range(columns))
-    if chosen.act_order:
+    if chosen.act_order or chosen.static_groups:
         order = hessian.diagonal().argsort(descending=True, stable=True).tolist()
     size = columns if chosen.group_size == -1 else chosen.group_size
+    importance = (rows.t() @ rows).diagonal() / count
+    groups = [slice(start, start + size) for start in range(0, columns, size)]
+    static = [find_grid(weight[:, some].t().contiguous(), chosen, importance[some]) for some in groups]
     for place, column in enumerate(order):
-        if place % size == 0:
+        if chosen.has_static_groups:
+            scale, zero = static[column // size]
+        elif place % size == 0:
             scale, zero = find_grid(left[:, order[place : place + size]].t().float().contiguous(), chosen)
         inverse = torch.linalg.inv(hessian[order[place:]][:, order[place:]])
         wanted = left[:, column].clone()
@@ -52,9 +57,14 @@ def solve_plainly(weight: torch.Tensor, rows: torch.Tensor, chosen: MakingSettin
 
 CASES = [
     MakingSettings(group_size=32),
+    MakingSettings(group_size=32, static_groups=False),
     MakingSettings(group_size=16, act_order=True),
-    MakingSettings(group_size=-1, bits=3, symmetric=False),
-    MakingSettings(group_size=256, bits=2, clip=False),  # longer than the columns between which errors are kept back
+    MakingSettings(group_size=16, symmetric=False, bits=3),
+    MakingSettings(group_size=-1, bits=3, symmetric=False, static_groups=False),
+    MakingSettings(group_size=256, bits=2, clip=False),
+    MakingSettings(
+        group_size=256, bits=2, clip=False, static_groups=False
+    ),  # longer than the columns between which errors are kept back
     MakingSettings(group_size=128, bits=8, act_order=True, percdamp=0.1),
 ]
 
@@ -75,11 +85,13 @@ def test_equals_the_plain_statement(chosen: MakingSettings) -> None:
     seed=st.integers(0, 10**6),
     bits=st.sampled_from([2, 3, 4, 8]),
     size=st.sampled_from([-1, 16, 64]),
-    act_order=st.booleans(),
+    order=st.sampled_from([{}, {"act_order": True}, {"static_groups": False}]),
     symmetric=st.booleans(),
 )
-def test_loses_less_than_the_nearest_codes(seed: int, bits: int, size: int, act_order: bool, symmetric: bool) -> None:
-    chosen = MakingSettings(bits=bits, group_size=size, act_order=act_order, symmetric=symmetric)
+def test_loses_less_than_the_nearest_codes(
+    seed: int, bits: int, size: int, order: dict[str, bool], symmetric: bool
+) -> None:
+    chosen = MakingSettings(bits=bits, group_size=size, symmetric=symmetric, **order)
     rows = make_inputs(64, 300, seed)
     weight = torch.randn((16, 64), generator=torch.Generator().manual_seed(seed + 1))
     solved, nearest = solve(weight, see(rows), chosen), round_to_nearest(weight, chosen)
@@ -88,6 +100,19 @@ def test_loses_less_than_the_nearest_codes(seed: int, bits: int, size: int, act_
     assert solved.zero.min() >= 1, "the format stores zero points less 1"
     if symmetric:
         assert (solved.zero == 1 << (bits - 1)).all()
+
+
+def test_groups_are_of_successive_inputs_unless_act_order_is_asked_for() -> None:
+    """Nothing is sorted when such a file is read, though inputs were rounded in another order."""
+    generator = torch.Generator().manual_seed(4)
+    rows = make_inputs(64, 300, seed=4) * torch.rand(64, generator=generator)
+    weight = torch.randn((16, 64), generator=generator)
+    solved = [
+        solve(weight, see(rows), MakingSettings(group_size=16, **each)) for each in ({}, {"static_groups": False})
+    ]
+    lost = [((each.widen() - weight) @ rows.t()).square().sum() for each in solved]
+    assert all(torch.equal(each.group_of, torch.arange(64, dtype=torch.int32) // 16) for each in solved)
+    assert not torch.equal(solved[0].codes, solved[1].codes) and lost[0] < lost[1]
 
 
 def test_the_grid_with_least_error_loses_less() -> None:

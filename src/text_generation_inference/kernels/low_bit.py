@@ -59,7 +59,7 @@ class LowBitWeight:
     def form(self) -> tuple[object, ...]:
         """What kernels are compiled for: those of matrices of one shape and form are the same."""
         has = (self.offset is not None, self.input_scale is not None)
-        table = None if self.table is None else tuple(self.table.tolist())
+        table = None if self.table is None else tuple(float(value) for value in self.table.cpu())
         orders = 0 if self.order is None else self.order.dim()
         return (self.bits, self.group_size, self.columns, self.scale.dtype, self.quantizes_inputs, orders, table, *has)
 

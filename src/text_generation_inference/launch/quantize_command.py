@@ -72,7 +72,13 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
     add(
         "--percdamp", type=float, default=0.01, metavar="SHARE", help="added to Hessians, of their mean (default: 0.01)"
     )
-    add("--act-order", action=flag, default=False, help="round the inputs that matter most first (`desc_act`)")
+    add(
+        "--act-order",
+        action=flag,
+        default=False,
+        help="groups of inputs that matter alike, not of neighbours (`desc_act`)",
+    )
+    add("--static-groups", action=flag, default=True, help="round the inputs that matter most first (default)")
     add("--groupsize", type=int, default=128, metavar="N", help="inputs with a scale in common; -1: all (default: 128)")
     add("--bits", type=int, default=4, help="of a weight: 2, 3, 4 or 8 (default: 4)")
     add("--sym", action=flag, default=True, help="codes around 0, without zero points (default)")
@@ -101,6 +107,7 @@ def _read_settings(options: argparse.Namespace) -> MakingSettings:
         bits=options.bits,
         group_size=options.groupsize,
         act_order=options.act_order,
+        static_groups=options.static_groups,
         symmetric=options.sym,
         percdamp=options.percdamp,
         clip=options.mse,

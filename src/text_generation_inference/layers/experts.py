@@ -36,6 +36,7 @@ class ExpertTensors:
     gate_up: list[Part]
     down: list[Part]
     elsewhere: Collection[str] = ()  # matrices that other ranks have
+    biases: tuple[list[Part], list[Part]] | None = None
 
 
 class StackedMatrix(Matrix):
@@ -173,6 +174,7 @@ class Experts(FeedForward):
             if _is_there(f"{prefix}{other.name}.{other.gate_up[0].name}", names):
                 self.name, self.gate_up.parts, self.down.parts = other.name, other.gate_up, other.down
                 self.gate_up.elsewhere = other.elsewhere
+                self.gate_up.bias_parts, self.down.bias_parts = other.biases or (None, None)
                 self.router.rename(other.router)
                 return
 
@@ -262,13 +264,27 @@ class ExpertSizes:
 def expert_parts(names: tuple[str, ...], sizes: ExpertSizes) -> tuple[list[Part], list[Part]]:
     """Of gate, up and down projections that a checkpoint has for each expert: what this rank keeps.
 
-    `names` have a place for the expert's number.
+    `names` have a place for the expert's number. Two of them: gates and values take turns in the rows of the first.
     """
     numbers, width, hidden_size = sizes.numbers, sizes.width, sizes.hidden
-    rows, columns = ((None, 0, 0) if sizes.is_whole else (dim, *sizes.kept) for dim in (0, 1))
-    gate, up, down = (f"{name}.weight" for name in names)
-    gate_up = [Part(name.format(number), (width, hidden_size), *rows) for number in numbers for name in (gate, up)]
+    columns = (None, 0, 0) if sizes.is_whole else (1, *sizes.kept)
+    *pair, down = (f"{name}.weight" for name in names)
+    gate_up = [_gate_up_part(name.format(number), sizes, len(pair), hidden_size) for number in numbers for name in pair]
     return gate_up, [Part(down.format(number), (hidden_size, width), *columns) for number in numbers]
+
+
+def expert_bias_parts(names: tuple[str, ...], sizes: ExpertSizes) -> tuple[list[Part], list[Part]]:
+    """The biases beside these."""
+    *pair, down = (f"{name}.bias" for name in names)
+    gate_up = [_gate_up_part(name.format(number), sizes, len(pair)) for number in sizes.numbers for name in pair]
+    return gate_up, [Part(down.format(number), (sizes.hidden,)) for number in sizes.numbers]
+
+
+def _gate_up_part(name: str, sizes: ExpertSizes, count: int, *columns: int) -> Part:
+    """Rows of a gate or an up projection, or of both in turns where there is `count` of 1."""
+    (start, end), times = sizes.kept, 3 - count
+    rows = (None, 0, 0) if sizes.is_whole else (0, times * start, times * end)
+    return Part(name, (times * sizes.width, *columns), *rows, arrangement=Alternating() if count == 1 else None)
 
 
 def stacked_expert_parts(names: tuple[str, ...], sizes: ExpertSizes) -> tuple[list[Part], list[Part]]:

@@ -236,7 +236,7 @@ def describe(settings: MakingSettings, kept: Sequence[Kept]) -> dict[str, Any]:
         "desc_act": settings.act_order,
         "sym": settings.symmetric,
         "damp_percent": settings.percdamp,
-        "static_groups": False,
+        "static_groups": settings.has_static_groups,
         "true_sequential": True,
         "lm_head": False,
         "pack_dtype": "int32",

@@ -11,10 +11,11 @@ GROUP_SIZES = (-1, 16, 32, 64, 128, 256, 512, 1024)  # -1: all inputs of an outp
 class MakingSettings(msgspec.Struct, frozen=True):
     bits: int = 4
     group_size: int = 128
-    act_order: bool = False  # inputs that matter most are rounded first
+    act_order: bool = False  # inputs that matter most are rounded first, and groups are of those (`desc_act`)
     symmetric: bool = True
     percdamp: float = 0.01  # of the mean of a Hessian's diagonal, added to it
     clip: bool = True  # scales are those with the least error, rather than those that hold the largest weight
+    static_groups: bool = True  # inputs that matter most are rounded first, and groups are of successive ones
     num_samples: int = 128  # windows of the text, at most
     sequence_length: int = 2048  # tokens of a window
 
@@ -30,6 +31,10 @@ class MakingSettings(msgspec.Struct, frozen=True):
         for flag, value, least in (("num-samples", self.num_samples, 1), ("sequence-length", self.sequence_length, 2)):
             if value < least:
                 raise StartError(f"--{flag} must be >= {least}. Given: {value}")
+
+    @property
+    def has_static_groups(self) -> bool:
+        return self.static_groups and not self.act_order
 
     @property
     def largest_code(self) -> int:

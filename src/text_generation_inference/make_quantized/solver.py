@@ -1,8 +1,9 @@
 """GPTQ: a matrix into codes, column by column, each column's error made good by those that are still to come.
 
 What counts is the error of products, so the solver is given the sum of x xᵀ over the inputs of the matrix (`Inputs`,
-the Hessian of that error). Groups of columns have a scale and a zero point, found when the first of them is reached.
-After Frantar et al., GPTQ (2023).
+the Hessian of that error). Groups of columns have a scale and a zero point: found before any column is rounded, so that
+columns may be rounded in any order (`static_groups`), or when the first of the group is reached. After Frantar et al.,
+GPTQ (2023).
 """
 
 from dataclasses import dataclass
@@ -49,8 +50,11 @@ class Inputs:
         self.count += rows.shape[0]
 
 
-def find_grid(weight: Tensor, settings: MakingSettings) -> tuple[Tensor, Tensor]:
-    """weight `[columns of a group, out]` -> scale and zero `[out]`, float32 values that the format holds."""
+def find_grid(weight: Tensor, settings: MakingSettings, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """weight `[columns of a group, out]` -> scale and zero `[out]`, float32 values that the format holds.
+
+    `importance` `[columns]`: what an error in each counts; None: as much in all.
+    """
     top = settings.largest_code
     low, high = weight.amin(0).clamp(max=0), weight.amax(0).clamp(min=0)
     if settings.symmetric:
@@ -66,19 +70,20 @@ def find_grid(weight: Tensor, settings: MakingSettings) -> tuple[Tensor, Tensor]
     best_scale, best_zero = make(1.0)
     if not settings.clip:
         return best_scale, best_zero
-    least = _grid_error(weight, best_scale, best_zero, top)
+    least = _grid_error(weight, best_scale, best_zero, top, importance)
     for share in _CLIPS[1:]:
         scale, zero = make(share)
-        error = _grid_error(weight, scale, zero, top)
+        error = _grid_error(weight, scale, zero, top, importance)
         better = error < least
         least = torch.where(better, error, least)
         best_scale, best_zero = torch.where(better, scale, best_scale), torch.where(better, zero, best_zero)
     return best_scale, best_zero
 
 
-def _grid_error(weight: Tensor, scale: Tensor, zero: Tensor, top: int) -> Tensor:
+def _grid_error(weight: Tensor, scale: Tensor, zero: Tensor, top: int, importance: Tensor | None) -> Tensor:
     rounded = ((weight / scale).round_().add_(zero).clamp_(0, top).sub_(zero)).mul_(scale)
-    return rounded.sub_(weight).abs_().pow_(_ERROR_POWER).sum(0)
+    error = rounded.sub_(weight).abs_().pow_(_ERROR_POWER)
+    return (error if importance is None else error.mul_(importance[:, None])).sum(0)
 
 
 def round_to_nearest(weight: Tensor, settings: MakingSettings) -> Solved:
@@ -105,26 +110,33 @@ def solve(weight: Tensor, inputs: Inputs, settings: MakingSettings) -> Solved:
     left = weight.t().to(torch.float32, copy=True).contiguous()  # [in, out]: what is still to be rounded, by now
     hessian = inputs.total / max(1, inputs.count)
     diagonal = hessian.diagonal()
-    order = diagonal.argsort(descending=True, stable=True) if settings.act_order else None
     never = diagonal == 0  # inputs that were always 0: nothing is known of them, so they get the nearest codes
+    order = None
+    if settings.act_order or settings.static_groups:
+        order = diagonal.argsort(descending=True, stable=True)
     diagonal[never] = diagonal.mean().clamp(min=1e-6)
+    grids: list[tuple[Tensor, Tensor]] = []
+    group_of = torch.arange(columns, device=left.device) // size
+    if settings.has_static_groups:  # of what the weights are before any is rounded
+        starts = [slice(start, start + size) for start in range(0, columns, size)]
+        grids = [find_grid(left[some], settings, diagonal[some]) for some in starts]
+    elif order is not None:
+        group_of = group_of[order.argsort()]
     if order is not None:
         left, hessian = left[order], hessian[order][:, order]
+    places = range(columns) if order is None else order.tolist()
+    of_place = group_of.tolist()
     factor = _invert(hessian, settings.percdamp)
     del hessian
     codes = torch.empty(left.shape, dtype=torch.uint8, device=left.device)
-    scales: list[Tensor] = []
-    zeros: list[Tensor] = []
     block = min(size, _BLOCK)
     for start in range(0, columns, block):
         end = min(start + block, columns)
-        if start % size == 0:
-            scale, zero = find_grid(left[start : start + size], settings)
-            scales.append(scale)
-            zeros.append(zero)
-        scale, zero = scales[-1], zeros[-1]
+        if not settings.has_static_groups and start % size == 0:
+            grids.append(find_grid(left[start : start + size], settings))
         errors = torch.empty_like(left[start:end])
         for column in range(start, end):
+            scale, zero = grids[of_place[places[column]]]
             wanted = left[column]
             code = _encode(wanted, scale, zero, settings.largest_code)
             codes[column] = code.to(torch.uint8)
@@ -132,10 +144,9 @@ def solve(weight: Tensor, inputs: Inputs, settings: MakingSettings) -> Solved:
             left[column + 1 : end].addr_(factor[column, column + 1 : end], error, alpha=-1)
             errors[column - start] = error
         left[end:].addmm_(factor[start:end, end:].t(), errors, alpha=-1)
-    group_of = torch.arange(columns, device=left.device) // size
     if order is not None:
-        back = order.argsort()
-        codes, group_of = codes[back], group_of[back]
+        codes = codes[order.argsort()]
+    scales, zeros = ([grid[side] for grid in grids] for side in range(2))
     return _solved(codes, scales, zeros, group_of)
 
 

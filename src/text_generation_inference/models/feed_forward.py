@@ -11,6 +11,7 @@ from text_generation_inference.layers.experts import (
     Router,
     SharedExpert,
     StackedMatrix,
+    expert_bias_parts,
     expert_parts,
     fused_bias_parts,
     fused_expert_parts,
@@ -84,8 +85,10 @@ def build_feed_forward(
     def find_tensors(stored: ExpertNames) -> ExpertTensors:
         name, layout = stored.feed_forward or names.feed_forward, stored.layout
         elsewhere: list[str] = []
+        biases = None if stored.biases is None else fused_bias_parts(stored.biases, sizes)
         if layout is ExpertLayout.EACH:
             parts = expert_parts(stored.matrices, sizes)
+            biases = expert_bias_parts(stored.matrices, sizes) if spec.names.biases is not None else None
             others = (number for number in range(spec.num_experts) if not first <= number < end)
             elsewhere = [matrix.format(number) for number in others for matrix in stored.matrices]
         elif layout is ExpertLayout.STACKED:
@@ -93,10 +96,10 @@ def build_feed_forward(
         else:
             transposed = layout is ExpertLayout.FUSED_TRANSPOSED
             parts = fused_expert_parts(stored.matrices, sizes, transposed, stored.alternating)
-        return ExpertTensors(name, stored.router, *parts, elsewhere)
+        return ExpertTensors(name, stored.router, *parts, elsewhere, biases)
 
     found, top_k, count = find_tensors(spec.names), spec.routing.top_k, end - first
-    biases = (None, None) if spec.names.biases is None else fused_bias_parts(spec.names.biases, sizes)
+    biases = found.biases or (None, None)
     gate_up = StackedMatrix(ops, found.gate_up, count, top_k, biases[0])
     gate_up.elsewhere = found.elsewhere
     return Experts(

@@ -56,7 +56,14 @@ _EXPERTS = ExpertNames(
     alternating=True,
     biases=("experts.gate_up_proj_bias", "experts.down_proj_bias"),
 )
-_EACH = ExpertNames(router="router")  # as GGUF files have them
+# Of quantised versions, which have tensors for each expert: of GPTQModel, AutoRound and llm-compressor; of GPTQModel
+# before; of Unsloth, in bitsandbytes.
+_PAIRS = ("experts.gate_up_projs.{}", "experts.down_projs.{}")
+_OTHER_EXPERTS = (
+    ExpertNames(router="router"),
+    ExpertNames(router="router", matrices=("experts.gate_up.{}", "experts.down.{}")),
+    ExpertNames(router="router.linear", matrices=_PAIRS),
+)
 
 
 def build(config: Config, context: Context) -> Model:
@@ -80,7 +87,7 @@ def build(config: Config, context: Context) -> Model:
         activation="clamped_swiglu",
         router_bias=True,
         names=_EXPERTS,
-        other_names=(_EACH,),
+        other_names=_OTHER_EXPERTS,
     )
     spec = read_llama_like(config, qkv_bias=bias, out_bias=bias, windows=windows, theta=150000.0)
     return CausalLM(with_experts(with_attention(spec, sinks="sinks"), experts), context)

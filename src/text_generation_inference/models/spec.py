@@ -82,7 +82,7 @@ class DenseSpec:
 class ExpertLayout(StrEnum):
     """How a checkpoint stores the matrices of experts."""
 
-    EACH = "each"  # gate, up and down of each expert
+    EACH = "each"  # gate, up and down of each expert; or two matrices, in the first of which gates and ups take turns
     STACKED = "stacked"  # all gates `[experts * width, hidden]`, all ups and, transposed, all downs
     FUSED = "fused"  # gates and ups `[experts, 2 * width, hidden]`, downs `[experts, hidden, width]`
     FUSED_TRANSPOSED = "fused, transposed"  # `[experts, hidden, 2 * width]`, `[experts, width, hidden]`
@@ -96,7 +96,9 @@ class ExpertNames:
     matrices: tuple[str, ...] = ("experts.{}.gate_proj", "experts.{}.up_proj", "experts.{}.down_proj")
     layout: ExpertLayout = ExpertLayout.EACH
     alternating: bool = False  # of fused ones: gates and ups take turns
-    biases: tuple[str, str] | None = None  # of fused ones, in which gates and ups take turns
+    biases: tuple[str, str] | None = (
+        None  # of fused ones, in which gates and ups take turns; others are beside matrices
+    )
     feed_forward: str = ""  # its own name, where that is not the one of all layers
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"

@@ -24,7 +24,14 @@ from text_generation_inference.quant.groups import (
     read_scale,
     read_typed,
 )
-from text_generation_inference.quant.integer_fields import WAY_OUT, read_bits, read_group_size, read_names
+from text_generation_inference.quant.integer_fields import (
+    NO_RULES,
+    WAY_OUT,
+    MatrixRules,
+    read_bits,
+    read_group_size,
+    read_names,
+)
 from text_generation_inference.quant.low_bit import LowBitScheme, StoredLowBit, choose_stored
 from text_generation_inference.quant.method import Matrix, Method
 from text_generation_inference.quant.quantization import Quantization
@@ -32,6 +39,7 @@ from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
 from text_generation_inference.weights.declare import Beside, Part, Parts, stack
 
 _PLACES = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}  # in a word, of successive outputs
+BITS = tuple(_PLACES)
 _DIVISORS = ("act.scales", "gelu_impl.scales")  # beside the matrix, of what comes out of an activation
 
 
@@ -157,6 +165,7 @@ class AwqQuantization(Quantization):
     stored: StoredAwq = StoredAwq()
     method: str = "awq"
     origin: str = "this checkpoint, whose matrices are in AWQ,"
+    rules: MatrixRules = NO_RULES
     plain: tuple[str, ...] = ()  # parts of the names of matrices that are not stored so
     has_head: bool = False
     shapes: Mapping[str, tuple[int, ...]] | None = None  # of a checkpoint's tensors; None: there is no checkpoint
@@ -200,16 +209,18 @@ class AwqQuantization(Quantization):
 
     def _find(self, matrix: Matrix, part: Part, name: str) -> StoredAwq | None:
         """How a part is stored; None: plainly."""
+        changes = self.rules.find(name)
+        stored = replace(self.stored, **(changes or {}))
         if self.shapes is None:
-            is_plain = not matrix.may_round and not (self.has_head and name.endswith("lm_head"))
-            return None if is_plain or any(each in name for each in self.plain) else self.stored
+            is_plain = changes is None or (not matrix.may_round and not (self.has_head and name.endswith("lm_head")))
+            return None if is_plain or any(each in name for each in self.plain) else stored
         if not any(f"{name}.{each}" in self.shapes for each in ("qweight", "scales")):
             return None
         if self.is_guessed:
             size = guess_group_size(name, KeptSlice.of(part).shape[1], self.shapes)
             return StoredAwq(4, size, f"{name}.qzeros" in self.shapes)
         # Those without zero points may have them all the same.
-        return replace(self.stored, has_zeros=self.stored.has_zeros or f"{name}.qzeros" in self.shapes)
+        return replace(stored, has_zeros=stored.has_zeros or f"{name}.qzeros" in self.shapes)
 
 
 def detect(config: Mapping[str, Any], source: str) -> AwqQuantization:
@@ -222,7 +233,7 @@ def detect(config: Mapping[str, Any], source: str) -> AwqQuantization:
         raise fields.refuse("backend", "autoawq")
     bits, size = (old if fields.get(old) is not None else new for old, new in _OLD_NAMES)
     return AwqQuantization(
-        StoredAwq(read_bits(fields, bits, 4, 8), read_group_size(fields, size), fields.truth("zero_point", True)),
+        StoredAwq(read_bits(fields, bits, *BITS), read_group_size(fields, size), fields.truth("zero_point", True)),
         plain=read_names(fields, "modules_to_not_convert"),
         has_head=fields.truth("lm_head", False),
     )

@@ -13,6 +13,7 @@ import torch
 from text_generation_inference.errors import ModelFormatError, StartError
 from text_generation_inference.files import read_json_object
 from text_generation_inference.quant import (
+    auto_round,
     awq,
     bitsandbytes,
     bitsandbytes_codes,
@@ -50,6 +51,9 @@ METHODS = {
     "torchao": torchao.detect,
     "awq": awq.detect,
     "marlin": marlin.detect,
+    "auto-round": auto_round.detect,
+    "auto_round": auto_round.detect,
+    "intel/auto-round": auto_round.detect,
 }
 # What the setting `quantize` puts plain matrices into as they are loaded.
 ON_LOADING: dict[str, Quantization] = {

@@ -26,17 +26,24 @@ from text_generation_inference.quant.groups import (
     read_scale,
     read_typed,
 )
-from text_generation_inference.quant.integer_fields import WAY_OUT, read_bits, read_group_size, read_names
+from text_generation_inference.quant.integer_fields import (
+    NO_RULES,
+    WAY_OUT,
+    Changes,
+    MatrixRules,
+    read_bits,
+    read_group_size,
+    read_names,
+)
 from text_generation_inference.quant.low_bit import LowBitScheme, StoredLowBit, choose_stored
 from text_generation_inference.quant.method import Matrix, Method
 from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.weights.checkpoint import Checkpoint, Wanted
 from text_generation_inference.weights.declare import Beside, Part, Parts
 
-_BITS = (2, 3, 4, 8)
+BITS = (2, 3, 4, 8)
 _WORD = 32
 _OF_TGI = "gptq_bits"  # a tensor of files that TGI's `quantize` wrote
-Rule = tuple[NamePattern, bool, Mapping[str, Any]]  # a pattern, whether it names plain ones, what differs
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +192,7 @@ class GptqQuantization(Quantization):
     method: str = "gptq"
     origin: str = "this checkpoint, whose matrices are in GPTQ,"
     may_leave: tuple[str, ...] = ("gptq_*",)
-    rules: tuple[Rule, ...] = ()
+    rules: MatrixRules = NO_RULES
     only: tuple[str, ...] = ()  # parts of the names of all that are stored so; none: all
     plain: tuple[str, ...] = ()  # parts of the names of those that are not
     has_head: bool = False
@@ -237,11 +244,9 @@ class GptqQuantization(Quantization):
         return bool(self.only) and not any(each in name for each in self.only)
 
     def rule(self, name: str) -> Stored | None:
-        """What the first rule that names it says; None: it is plain."""
-        for pattern, is_plain, changes in self.rules:
-            if pattern.matches(name):
-                return None if is_plain else replace(self.stored, **changes)
-        return self.stored
+        """What the rules say of it; None: it is plain."""
+        changes = self.rules.find(name)
+        return None if changes is None else replace(self.stored, **changes)
 
 
 def _is_awq(shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -254,7 +259,7 @@ def _is_awq(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 def _guess(stored: Stored, name: str, part: Part, shapes: Mapping[str, tuple[int, ...]]) -> Stored:
     """Bits and groups from shapes; zero points are read, whatever they are."""
     columns, words = KeptSlice.of(part).shape[1], (shapes.get(f"{name}.qweight") or (0,))[0]
-    bits = next((each for each in _BITS if Stored(each).words(columns) == words), None)
+    bits = next((each for each in BITS if Stored(each).words(columns) == words), None)
     if bits is None:
         raise ModelFormatError(
             f"tensor {name}.qweight has {words} rows, which are no codes of 2, 3, 4 or 8 bits for {columns} inputs"
@@ -279,7 +284,7 @@ def detect(config: Mapping[str, Any], source: str) -> Quantization:
     if fields.text("pack_dtype", "int32").removeprefix("torch.") != "int32":
         raise fields.refuse("pack_dtype", "int32")
     stored = Stored(
-        read_bits(fields, "bits", *_BITS),
+        read_bits(fields, "bits", *BITS),
         read_group_size(fields, "group_size"),
         fields.truth("sym", False),
         fields.truth("desc_act", False),
@@ -294,29 +299,29 @@ def detect(config: Mapping[str, Any], source: str) -> Quantization:
     )
 
 
-def _read_rules(fields: Fields) -> tuple[Rule, ...]:
+def _read_rules(fields: Fields) -> MatrixRules:
     if not fields.get("dynamic"):
-        return ()
+        return NO_RULES
     dynamic = fields.below("dynamic")
-    found: list[Rule] = []
+    found: list[tuple[NamePattern, Changes]] = []
     for name in dynamic.value:
         expression: str = name.removeprefix("-:").removeprefix("+:")
         pattern = NamePattern(name, f"{fields.place}: `dynamic`", fields.work, expression)
         if name.startswith("-:"):
-            found.append((pattern, True, {}))
+            found.append((pattern, None))
             continue
         rule = dynamic.below(name)
         changes: dict[str, Any] = {}
         if rule.get("bits") is not None:
-            changes["bits"] = read_bits(rule, "bits", *_BITS)
+            changes["bits"] = read_bits(rule, "bits", *BITS)
         if rule.get("group_size") is not None:
             changes["group_size"] = read_group_size(rule, "group_size")
         if rule.get("sym") is not None:
             changes["is_symmetric"] = rule.truth("sym", True)
         if rule.get("desc_act") is not None:
             changes["has_index"] = rule.truth("desc_act", False)
-        found.append((pattern, False, changes))
-    return tuple(found)
+        found.append((pattern, changes))
+    return MatrixRules(by_pattern=tuple(found))
 
 
 UNTOLD = GptqQuantization(origin="`quantize` gptq", is_guessed=True)  # and random weights have 4 bits in groups of 128

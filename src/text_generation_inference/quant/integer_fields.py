@@ -1,15 +1,39 @@
-"""What config.json says of matrices in integers, in the words that GPTQ, AWQ and Marlin share."""
+"""What config.json says of matrices in integers, in the words that GPTQ, AWQ, Marlin and AutoRound share."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from text_generation_inference.errors import ModelFormatError
-from text_generation_inference.quant.config_fields import Fields
+from text_generation_inference.quant.config_fields import Fields, NamePattern
 
 WAY_OUT = (
     "Use another version of the model: GPTQ (2, 3, 4 or 8 bits, `checkpoint_format` gptq, gptq_v2 or marlin), AWQ"
     " (gemm), a GGUF file, or the unquantised model, with `quantize` bitsandbytes-nf4 or fp8 if it should be small."
 )
 MAX_GROUP_SIZE = 1 << 30  # more inputs than any matrix has
+Changes = Mapping[str, Any] | None  # what differs from the others; None: the matrix is plain
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixRules:
+    """What is said of single matrices: by their names or whole parts of these, else by the first expression."""
+
+    by_name: Mapping[str, Changes] = field(default_factory=dict[str, Changes])
+    by_pattern: tuple[tuple[NamePattern, Changes], ...] = ()
+
+    def find(self, name: str) -> Changes:
+        if self.by_name:
+            words = name.split(".")
+            for length in range(len(words), 0, -1):
+                for first in range(len(words) - length + 1):
+                    part = ".".join(words[first : first + length])
+                    if part in self.by_name:
+                        return self.by_name[part]
+        return next((changes for pattern, changes in self.by_pattern if pattern.matches(name)), {})
+
+
+NO_RULES = MatrixRules()
 
 
 def read_bits(fields: Fields, name: str, *allowed: int) -> int:

@@ -32,6 +32,7 @@ _SERVED = {
     "Int8DynamicActivationIntxWeightConfig": 8,
     "Int4WeightOnlyConfig": 4,
 }
+_WITH_ZEROS = ("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig")  # always; others may do without
 _MIXED = ("FqnToConfig", "ModuleFqnToConfig")
 _WAY_OUT = (
     f"Served are {', '.join(_SERVED)}, of 4 bits in the plain packing. Quantise the model with one of them, or use the"
@@ -46,6 +47,7 @@ class TorchAo(Quantization):
 
     bits: int  # 4: codes in bytes of their own are of 4 bits, too
     plain: tuple[str, ...] = ()
+    needs_zeros: bool = False  # every matrix has zero points
     stored: Mapping[str, tuple[int, ...]] | None = None  # names and shapes of its tensors
     method: str = "torchao"
     may_leave: tuple[str, ...] = ("*._weight_act_quant_scale", "*._weight_act_quant_zero_point")
@@ -81,7 +83,7 @@ class TorchAo(Quantization):
             by_group = scale is not None and len(scale) == 2 and scale[0] == rows and 1 < scale[1] <= columns
             group = columns // scale[1] if scale is not None and by_group else None
             bits = 4 if self.bits == 4 and columns % 2 == 0 else 8
-            return AoBytes(bits, group, zero is not None)
+            return AoBytes(bits, group, self.needs_zeros or zero is not None)
         groups = scale[0] if scale is not None and len(scale) == 2 else 0
         if data == (rows, columns // 2) and groups and columns % groups == 0:
             return AoHalves(columns // groups)
@@ -113,7 +115,8 @@ def detect(config: Mapping[str, Any], source: str) -> TorchAo:
         raise ModelFormatError(
             f"{fields.place}: `int4_packing_format` {other[:40]} is one for the kind of device that made it. {_WAY_OUT}"
         )
-    return TorchAo(4 if max(widths) <= 4 else 8, fields.names("modules_to_not_convert") or ("lm_head",))
+    needs_zeros = all(kind["_type"] in _WITH_ZEROS for kind in kinds)
+    return TorchAo(4 if max(widths) <= 4 else 8, fields.names("modules_to_not_convert") or ("lm_head",), needs_zeros)
 
 
 def _configs(value: Any) -> Iterator[Mapping[str, Any]]:
