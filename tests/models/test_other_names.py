@@ -114,6 +114,14 @@ PHIMOE_ROPE = {
     "long_mscale": 1.2,
     "original_max_position_embeddings": 128,
 }
+RW: dict[str, Any] = {
+    "architectures": ["RWForCausalLM"],
+    **{"n_head": 4, "n_layer": 2, "parallel_attn": True, "alibi": False, "bias": False},
+    **dict.fromkeys(
+        ("num_attention_heads", "num_hidden_layers", "num_kv_heads", "new_decoder_architecture", "multi_query"), "gone"
+    ),
+    **dict.fromkeys(("activation", "ffn_hidden_size", "num_ln_in_parallel_attn", "max_position_embeddings"), "gone"),
+}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Tensors], Tensors]]] = {
     "deepseek-v3": (
         "DeepseekV3ForCausalLM",
@@ -137,6 +145,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Tensors], 
             "architectures": ["RWForCausalLM"],
             **{"n_head": 4, "n_layer": 2, "num_attention_heads": "gone", "num_hidden_layers": "gone"},
         },
+        dict,
+    ),
+    # The fields that the first files of 7B, 40B and RW have, and no others.
+    "falcon-7b-old": ("FalconForCausalLM", {}, RW | {"model_type": "RefinedWebModel", "multi_query": True}, dict),
+    "falcon-40b-old": (
+        "FalconForCausalLM",
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+        {**RW, "model_type": "RefinedWeb", "n_head_kv": 2},
+        dict,
+    ),
+    "falcon-rw-old": (
+        "FalconForCausalLM",
+        {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+        {**RW, "model_type": "RefinedWebModel", "alibi": True, "bias": True, "parallel_attn": "gone"},
         dict,
     ),
     "falcon-head": ("FalconForCausalLM", {}, {"tie_word_embeddings": False}, without_head),
