@@ -15,6 +15,7 @@ from ranks import PROMPT, logits_of_threads
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.layers.experts import Experts
 from text_generation_inference.models import baichuan, deepseek_v2
 from text_generation_inference.models.config import Config
@@ -235,6 +236,15 @@ def test_as_older_files_have_it(name: str, tmp_path: Path) -> None:
         expected = tiny.model(torch.tensor([PROMPT])).logits[0]
     for world in (1, 2) if name in ("baichuan-7b", "internlm2", "gpt2", "head-only", "llama4-each") else (1,):
         torch.testing.assert_close(logits_of_threads(folder, world), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["DeepseekV2", "DeepseekV3"])
+def test_a_layer_that_the_config_does_not_count_is_no_further_one(family: str, tmp_path: Path) -> None:
+    """Unlike those that predict further tokens: without it the model would be another."""
+    tiny = make_tiny(family, {}, tmp_path / "tiny")
+    folder = rewrite(tiny, tmp_path / "changed", {"num_hidden_layers": 2}, dict)
+    with pytest.raises(ModelFormatError, match="tensors that this architecture does not use: model.layers.2"):
+        logits_of_threads(folder, 1)
 
 
 def has_experts(architecture: str) -> bool:

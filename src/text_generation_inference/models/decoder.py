@@ -32,6 +32,8 @@ from text_generation_inference.pictures.rule import Normalisation
 from text_generation_inference.sampling.vocabulary import VocabularyPart
 from text_generation_inference.weights.declare import Module, Part
 
+_MOST_FURTHER = 16  # layers that predict further tokens
+
 
 class Decoder(Module):
     def __init__(self, context: Context, spec: DecoderSpec) -> None:
@@ -133,6 +135,16 @@ class CausalLM(Model):
             are_equal is not None and not are_equal(f"{head}.weight", stems[found])
         ):  # trained apart, whatever the config says, or quantised apart
             self._untie(head)
+        self.ignored = (*self.ignored, *self._further(names))
+
+    def _further(self, names: Collection[str]) -> list[str]:
+        """Patterns of the tensors of layers behind the computed ones that predict further tokens."""
+        if not self.spec.names.further:
+            return []
+        count, prefix = len(self.spec.layers), f"{self.model.name}.".removeprefix(".")
+        layer, most = prefix + self.spec.names.layer, count + _MOST_FURTHER
+        stems = [layer.format(number) for number in range(count, most)]
+        return [f"{stem}.*" for stem in stems if f"{stem}.{self.spec.names.further}.weight" in names]
 
     def split_head(self) -> None:
         embedding = self.model.embedding

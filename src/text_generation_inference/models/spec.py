@@ -166,6 +166,7 @@ class TensorNames:
     norm: str = "norm"
     head: tuple[str, ...] = ("lm_head",)  # the first that a checkpoint has counts
     transposed: bool = False  # matrices of layers are stored `[in, out]`
+    further: str = ""  # what layers have that are behind the computed ones and predict further tokens: not needed
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)  # patterns: tables that old checkpoints carry
 
 
