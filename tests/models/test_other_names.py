@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from driving import Tiny, make_tiny, tiny_config
+from driving import Tiny, make_request, make_tiny, random_prompts, reference, run, start, tiny_config
 from ranks import PROMPT, logits_of_threads
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -284,6 +284,31 @@ def test_longrope_takes_its_long_factors_where_long_sequences_are_served(tmp_pat
     with torch.no_grad():
         expected = tiny.model(torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(logits_of_threads(tiny.folder, 1), expected, atol=1e-4, rtol=1e-4)
+
+
+ALIBI: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "BloomForCausalLM": ({}, {"seq_length": 32}),
+    "MptForCausalLM": ({}, {"max_seq_len": 32}),
+    "FalconForCausalLM": (
+        {"alibi": True, "multi_query": False, "parallel_attn": False},
+        {"max_position_embeddings": 32},
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", ALIBI)
+def test_alibi_goes_beyond_the_positions_of_a_config(architecture: str, tmp_path: Path) -> None:
+    """Tokens equal where longer sequences are asked for; by default, and of others, the config's number is the limit."""
+    overrides, config = ALIBI[architecture]
+    tiny = make_tiny(architecture, overrides, tmp_path / "tiny")
+    folder = rewrite(tiny, tmp_path / "short", config, dict)
+    prompt = random_prompts(320, [70], seed=4)[0]
+    engine = start(folder, max_total_tokens=96)
+    assert run(engine, [make_request(0, prompt, 8)])[0].token_ids == reference(tiny.model, prompt, 8)[0]
+    engine.close()
+    engine = start(folder)
+    assert engine.facts.max_total_tokens == 32
+    engine.close()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, slopes: list[float] | None) -> Tensor:

@@ -246,6 +246,7 @@ class Rank:
             vocab_size=model.vocab_size,
             size=ModelSize(
                 max_positions=model.max_positions,
+                may_be_longer=model.may_be_longer,
                 kv_bytes_per_token=bytes_per_token(self._caches),
                 window=common_window(self._caches),
                 partial_window=partial_window(self._caches),

@@ -333,6 +333,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     crosses = model.sight is not None and model.sight.cross_rows and report.picture_tokens
     size = ModelSize(
         max_positions=model.max_positions,
+        may_be_longer=model.may_be_longer,
         kv_bytes_per_token=report.kv_bytes_per_token,
         window=common_window(caches),
         partial_window=partial_window(caches),

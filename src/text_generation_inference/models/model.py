@@ -40,6 +40,9 @@ class Model(Module, ABC):
 
     vocab_size: int
     max_positions: int  # longest sequence it was made for
+    may_be_longer: bool = (
+        False  # positions are no table that ends: longer sequences are served where they are asked for
+    )
     ignored: tuple[str, ...] = ()  # patterns of checkpoint tensors that it does not need
     is_capturable: bool = True  # a pass may be captured as a graph and replayed
     notes: tuple[str, ...] = ()  # what a user should know of how it is served

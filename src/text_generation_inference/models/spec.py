@@ -189,6 +189,11 @@ class DecoderSpec:
     normed_head: bool = False  # rows of the head are divided by their length
     names: TensorNames = TensorNames()
 
+    @property
+    def may_be_longer(self) -> bool:
+        """Than `max_positions`: ALiBi knows distances alone."""
+        return self.learned_positions is None and all(layer.attention.slopes for layer in self.layers)
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
