@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -123,15 +124,21 @@ def _look_at(config: ServerConfig) -> Facts:
 
 
 def _look_at_gguf(path: Path) -> Facts:
-    from text_generation_inference.weights.convert import GGML_TYPES
+    from text_generation_inference.weights.convert import GGML_TYPES, describe_gguf
     from text_generation_inference.weights.gguf import GgufFile
     from text_generation_inference.weights.gguf_model import plan_tensors, read_config
-    from text_generation_inference.weights.gguf_tokenizer import read_tokenizer
 
     file = GgufFile.open(path)
     config = read_config(file)
     plans = plan_tensors(file, config)
-    read_tokenizer(file, config["vocab_size"])  # raises when there is none that can be used
+    texts = describe_gguf(file, config)  # raises when there is no tokenizer that can be used
+
+    def describe_text(report: Report) -> None:
+        with TemporaryDirectory() as folder:
+            for name, text in texts.items():
+                (Path(folder) / name).write_text(text, encoding="utf-8")
+            _describe_text(report, Path(folder), config)
+
     return Facts(
         config=config,
         source=str(path),
@@ -143,6 +150,7 @@ def _look_at_gguf(path: Path) -> Facts:
         },
         has_tokenizer=True,
         finds_chat_template=lambda: bool(file.metadata.get("tokenizer.chat_template")),
+        describe_text=describe_text,
     )
 
 
@@ -173,29 +181,14 @@ def _look_at_hub(config: ServerConfig) -> Facts:
 
 
 def _describe(folder: Path, read_shapes: Callable[[], Shapes], has_tokenizer: bool) -> Facts:
-    from text_generation_inference.api.pictures import picture_costs
     from text_generation_inference.models.registry import read_config
-    from text_generation_inference.pictures.rules import find_rule
     from text_generation_inference.text.chat_template import ChatTemplate
-    from text_generation_inference.text.picture_prompt import PictureWords
-    from text_generation_inference.text.reasoning import detect_reasoning_format
-    from text_generation_inference.text.tokenizer import Tokenizer
-    from text_generation_inference.text.tools import detect_tool_format
 
     config = read_config(folder)
 
     def describe_text(report: Report) -> None:
-        if not has_tokenizer:
-            return
-        tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
-        report.stop_tokens = [tokenizer.token_of(token_id) or str(token_id) for token_id in sorted(tokenizer.eos_ids)]
-        if template.found:
-            report.tool_calls = detect_tool_format(template, tokenizer).family
-            thinking = detect_reasoning_format(template, tokenizer)
-            report.thinking = None if thinking is None else thinking.name
-        rule = find_rule(folder, config.fields)
-        if rule is not None:
-            report.picture_tokens = picture_costs(rule, PictureWords.of(rule, tokenizer), tokenizer)
+        if has_tokenizer:
+            _describe_text(report, folder, config.fields)
 
     return Facts(
         config=config.fields,
@@ -205,6 +198,27 @@ def _describe(folder: Path, read_shapes: Callable[[], Shapes], has_tokenizer: bo
         finds_chat_template=lambda: ChatTemplate.load(folder).found,
         describe_text=describe_text,
     )
+
+
+def _describe_text(report: Report, folder: Path, fields: Mapping[str, Any]) -> None:
+    """What tokenizer and chat template say: how texts end, calls are written, thoughts marked, pictures counted."""
+    from text_generation_inference.api.pictures import picture_costs
+    from text_generation_inference.pictures.rules import find_rule
+    from text_generation_inference.text.chat_template import ChatTemplate
+    from text_generation_inference.text.picture_prompt import PictureWords
+    from text_generation_inference.text.reasoning import detect_reasoning_format
+    from text_generation_inference.text.tokenizer import Tokenizer
+    from text_generation_inference.text.tools import detect_tool_format
+
+    tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
+    report.stop_tokens = [tokenizer.token_of(token_id) or str(token_id) for token_id in sorted(tokenizer.eos_ids)]
+    if template.found:
+        report.tool_calls = detect_tool_format(template, tokenizer).family
+        thinking = detect_reasoning_format(template, tokenizer)
+        report.thinking = None if thinking is None else thinking.name
+    rule = find_rule(folder, fields)
+    if rule is not None:
+        report.picture_tokens = picture_costs(rule, PictureWords.of(rule, tokenizer), tokenizer)
 
 
 def _local_shapes(folder: Path) -> Shapes:
@@ -303,6 +317,9 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
         if rank == 0 or report.ranks[-1].weight_bytes > report.weight_bytes:
             report.weight_bytes, held = report.ranks[-1].weight_bytes, part
     report.notes = [*report.notes, *describe_widened(model, dtype)]
+    caches = held.caches(cache_dtype)
+    report.kv_bytes_per_token = max((part.kv_bytes_per_token for part in report.ranks), default=bytes_per_token(caches))
+    report.kv_layers = _group_layers(caches)
     if config.load_format != "dummy":
         shapes, may_leave = facts.read_shapes(), ()
         model.adapt(list(shapes))
@@ -312,9 +329,6 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
         check_tensors(model, shapes, (*model.ignored, *may_leave), report.model)
     report.quantization = name_quantization(facts.config, config.quantize)  # the setting alone may be wrong about it
     report.quantization_is_supported = report.quantization is not None
-    caches = held.caches(cache_dtype)
-    report.kv_bytes_per_token = max((part.kv_bytes_per_token for part in report.ranks), default=bytes_per_token(caches))
-    report.kv_layers = _group_layers(caches)
     if on_gpu:
         report.notes = [
             *report.notes,
@@ -359,6 +373,10 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
 def _count_experts(report: Report, model: "Model") -> None:
     from text_generation_inference.layers.experts import StackedMatrix
 
+    if model.experts is not None:
+        count, chosen, idle = model.experts
+        assert report.parameters is not None
+        report.experts, report.active_parameters = [count, chosen], report.parameters - idle
     stacked = [module for _, module in model.walk() if isinstance(module, StackedMatrix)]
     if not stacked:
         return

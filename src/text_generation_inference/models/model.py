@@ -47,6 +47,9 @@ class Model(Module, ABC):
     is_capturable: bool = True  # a pass may be captured as a graph and replayed
     notes: tuple[str, ...] = ()  # what a user should know of how it is served
     sight: Sight | None = None  # of a model that sees pictures
+    experts: tuple[int, int, int] | None = (
+        None  # that are no modules of ours: all, of a token, parameters of the others
+    )
     lost: tuple[str, ...] = ()  # what other models have and this one has not, for how it is computed
 
     @property
