@@ -17,7 +17,7 @@ from text_generation_inference.kernels.fused_decode import FusedDecode
 from text_generation_inference.kernels.matrices import Product
 from text_generation_inference.layers.attention import Attention, TemperatureSpec
 from text_generation_inference.layers.cache import AnyCacheSpec
-from text_generation_inference.layers.embedding import LearnedPositions, RowsOf, VocabWeight
+from text_generation_inference.layers.embedding import HeadBias, LearnedPositions, RowsOf, VocabWeight
 from text_generation_inference.layers.experts import Experts
 from text_generation_inference.layers.latent_attention import LatentAttention
 from text_generation_inference.layers.linear import Linear
@@ -100,6 +100,10 @@ class CausalLM(Model):
         self._computes_all = False  # else the last layer computes what logits need
         self.model = Decoder(context, spec)
         self.head: VocabWeight | None = None
+        self.head_bias: HeadBias | None = None
+        if spec.head_bias:
+            vocabulary = cast(VocabWeight, self.model.embedding).vocabulary
+            self.head_bias = HeadBias(spec.names.head[0], spec.vocab_size, vocabulary)
         self.ignored = spec.names.ignored
         if spec.tied:
             self._tie()
@@ -125,6 +129,8 @@ class CausalLM(Model):
             if isinstance(layer.mlp, Experts):
                 layer.mlp.adapt(f"{self.model.name}.{layer.name}.".removeprefix("."), names)
         head = next((each for each in self.spec.names.head if f"{each}.weight" in names), None)
+        if head is not None and self.head_bias is not None:
+            self.head_bias.rename(head)
         if head is None:
             if self.head is not None and self.spec.ties_without_head:
                 self._tie()
@@ -170,6 +176,8 @@ class CausalLM(Model):
             self._tie()
         else:
             self.head.rename(names.head[0])
+        if self.head_bias is not None:
+            self.head_bias.rename(names.head[0])
 
     def _tie(self) -> None:
         self.head = None
@@ -186,7 +194,6 @@ class CausalLM(Model):
             spec.vocab_size,
             spec.embedding_size or spec.hidden_size,
             is_head=True,
-            bias=spec.head_bias,
             is_normed=spec.normed_head,
         )
         cast(VocabWeight, self.model.embedding).is_multiplied = False
@@ -333,6 +340,8 @@ class CausalLM(Model):
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         logits, spec = self._multiplied.logits(hidden, out), self.spec
+        if self.head_bias is not None:
+            logits.add_(self.head_bias.bias)
         if spec.logits_factor != 1:
             logits.mul_(spec.logits_factor)
         if spec.logits_softcap is not None:

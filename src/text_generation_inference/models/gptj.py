@@ -29,6 +29,7 @@ DEFAULTS = {
     "tie_word_embeddings": False,
 }
 TINY = {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "rotary_dim": 8}
+VARIANTS = {"tied": {"tie_word_embeddings": True}}
 _NAMES = TensorNames(
     decoder=("transformer", ""),
     embedding="wte",
