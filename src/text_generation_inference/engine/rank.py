@@ -237,6 +237,7 @@ class Rank:
         precision = [
             *_describe_precision(quantization, cache_setting, wide_copy_bytes(model, dtype)),
             *describe_widened(model, dtype),
+            *model.describe_type(dtype),
             *self._calibrated.describe(quantization, model, device.ops),
         ]
         return RankFacts(

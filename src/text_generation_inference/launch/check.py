@@ -316,7 +316,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
         report.ranks = [*report.ranks, RankPart(weight_bytes(part, dtype), bytes_per_token(part.caches(cache_dtype)))]
         if rank == 0 or report.ranks[-1].weight_bytes > report.weight_bytes:
             report.weight_bytes, held = report.ranks[-1].weight_bytes, part
-    report.notes = [*report.notes, *describe_widened(model, dtype)]
+    report.notes = [*report.notes, *describe_widened(model, dtype), *model.describe_type(dtype)]
     caches = held.caches(cache_dtype)
     report.kv_bytes_per_token = max((part.kv_bytes_per_token for part in report.ranks), default=bytes_per_token(caches))
     report.kv_layers = _group_layers(caches)

@@ -91,6 +91,7 @@ class CausalLM(Model):
         self.spec = spec
         self.vocab_size = spec.vocab_size
         self.max_positions = spec.max_positions
+        self.exceeds_float16 = spec.exceeds_float16
         self.may_be_longer = spec.may_be_longer
         self.ops = context.ops
         self.parallel = context.parallel

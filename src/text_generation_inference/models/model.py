@@ -52,6 +52,13 @@ class Model(Module, ABC):
     )
     lost: tuple[str, ...] = ()  # what other models have and this one has not, for how it is computed
 
+    exceeds_float16: bool = False  # trained in a type of more range, which its hidden states need
+
+    def describe_type(self, dtype: torch.dtype) -> list[str]:
+        """What a user should know of it in this type."""
+        note = "made for bfloat16: in float16 its hidden states may overflow, and its texts fall apart (`dtype`)"
+        return [note] if self.exceeds_float16 and dtype is torch.float16 else []
+
     @property
     def vocabulary(self) -> VocabularyPart:
         """The ids whose logits this rank computes."""

@@ -186,6 +186,7 @@ class DecoderSpec:
     logits_factor: float = 1.0
     logits_softcap: float | None = None
     head_bias: bool = False
+    exceeds_float16: bool = False  # its hidden states grow beyond what that type holds
     normed_head: bool = False  # rows of the head are divided by their length
     names: TensorNames = TensorNames()
 
