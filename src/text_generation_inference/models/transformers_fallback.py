@@ -327,6 +327,8 @@ def _try(module: Any) -> None:
     except NotServed:
         raise
     except Exception as error:
+        if "meta tensor" in str(error):
+            raise NotServed("its code looks at values on the way to decide what to compute") from error
         raise NotServed(f"a trial pass failed: {type(error).__name__}: {str(error)[:200]}") from error
 
 
