@@ -182,8 +182,17 @@ def test_gguf(tmp_path: Path) -> None:
         assert found["fits"], found["problems"]
         assert found["weight_bytes"] < found["weight_bytes_by_dtype"]["bfloat16"]
         assert found["chat_template"] and found["limits"]["max_total_tokens"] == 256
+        assert (found["stop_tokens"], found["tool_calls"], found["thinking"]) == (["<|im_end|>"], "json", None)
     plain = report(str(path), "--disable-custom-kernels")
     assert plain["weight_bytes"] == plain["weight_bytes_by_dtype"]["float32"]
+
+
+def test_without_weights_the_cache_is_told(tiny: Path, tmp_path: Path) -> None:
+    folder = copy(tiny, tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    found = report(str(folder), "--dtype", "float32")
+    assert not found["fits"] and "holds no .safetensors file" in found["problems"][0]
+    assert found["kv_bytes_per_token"] == 4 * KV_BYTES + TOKEN_ID_BYTES and len(found["kv_layers"]) == 1
 
 
 def test_dummy_weights_need_no_weights(tiny: Path, tmp_path: Path) -> None:

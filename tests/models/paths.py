@@ -32,7 +32,10 @@ def check(folder: Path, expected: Expected, arrivals: list[int] | None = None, *
 
 
 def check_plain(folder: Path, expected: Expected) -> Engine:
-    """The native kernels, in chunks of 7 tokens, with cached prefixes and so few blocks that requests are preempted."""
+    """The native kernels, in chunks of 7 tokens, with cached prefixes and so few blocks that requests are preempted; with
+    room for all of them token by token, and in chunks that hold the longest prompt."""
+    for chunk in (1, 64):
+        check(folder, expected, max_batch_prefill_tokens=chunk)
     engine = check(folder, expected, max_batch_prefill_tokens=7, max_batch_total_tokens=80)
     stats = engine.loop.scheduler.stats
     # Windows of all requests fit into the same blocks: `test_windows` has fewer.

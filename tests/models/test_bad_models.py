@@ -24,6 +24,7 @@ def change(tiny: Tiny, folder: Path, config: dict | None = None, tensors: dict |
 
 
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+PHIMOE = {**MIXTRAL, "architectures": ["PhiMoEForCausalLM"]}
 QWEN2_MOE = {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -46,12 +47,35 @@ QWEN2_MOE = {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 4, "num_ex
         ({"rope_parameters": {"rope_type": "spiral"}}, "rope type 'spiral' is not supported"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "`rope_parameters.factor` must be > 0"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": -3}}, "`rope_parameters.rope_theta` must be > 0"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "`rope_parameters.factor` must be a number"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "`rope_parameters.factor` must be a number"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "`rope_parameters.factor` must be a number"),
+        ({"rope_scaling": {"type": "llama3", "factor": None}}, "`rope_scaling.factor` must be a number"),
+        ({"rope_scaling": {"factor": 4.0}}, "`rope_scaling.rope_type` is missing"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "`rope_parameters.low_freq_factor` must be a"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+            "`rope_parameters.high_freq_factor` is 4.0, `low_freq_factor` is not less",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "rope_theta": 1}}, "`rope_parameters.rope_theta` is 1"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2, "beta_slow": 1e-320}},
+            "`rope_parameters` gives no finite frequencies as rope type yarn",
+        ),
+        (
+            {
+                "original_max_position_embeddings": 1,
+                "rope_parameters": {"rope_type": "longrope", "short_factor": [1] * 8, "long_factor": [1] * 8},
+            },
+            "`original_max_position_embeddings` is 1,",
+        ),
+        ({**PHIMOE, "router_jitter_noise": -1}, "`router_jitter_noise` must be at least 0"),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": "x"}},
             "`rope_parameters.partial_rotary_factor` must be a number",
         ),
         (
-            {"rope_parameters": {"rope_type": "yarn", "attention_factor": "x"}},
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2, "attention_factor": "x"}},
             "`rope_parameters.attention_factor` must be a number",
         ),
         (
@@ -63,7 +87,7 @@ QWEN2_MOE = {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 4, "num_ex
         ({**MIXTRAL, "hidden_act": "swishy"}, "`hidden_act` is 'swishy', which is not supported"),
         ({**MIXTRAL}, "lacks the tensor model.layers.0.block_sparse_moe.gate.weight"),
         (
-            {**MIXTRAL, "architectures": ["PhiMoEForCausalLM"], "num_experts_per_tok": 3},
+            {**PHIMOE, "num_experts_per_tok": 3},
             "`num_experts_per_tok` is 3, but this routing chooses 2",
         ),
         (

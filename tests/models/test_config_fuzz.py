@@ -2,15 +2,18 @@
 
 import copy
 import re
-from typing import Any
+from typing import Any, cast
 
+import torch
 import transformers
 from driving import tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from text_generation_inference.errors import ModelFormatError
+from text_generation_inference.layers.rotary import build_table
 from text_generation_inference.models.config import Config
+from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.registry import ARCHITECTURES, build
 
 MISSING = object()
@@ -39,6 +42,16 @@ ROPES = [
     {"rope_type": "spiral"},
     {"type": ["x"]},
     {"rope_type": "longrope"},
+    {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0] * 8,
+        "original_max_position_embeddings": 1,
+    },
+    {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1},
+    {"rope_type": "yarn", "factor": 4.0, "beta_slow": 1e-320},
+    {"rope_type": "linear", "factor": 1e-40},
+    {"rope_type": "llama3", "factor": None},
     {"full_attention": {"rope_type": "linear"}},
 ]
 
@@ -78,3 +91,6 @@ def test_refused_by_name_or_built(data: st.DataObject) -> None:
         assert re.match(r"config.json: .*(`|heads)", str(error)), error
     else:
         assert model.vocab_size > 0 and model.max_positions > 0
+        for rope in {layer.attention.rope for layer in cast(CausalLM, model).spec.layers}:
+            for length in (1, 64):
+                assert build_table(rope, length, torch.device("cpu")).isfinite().all()

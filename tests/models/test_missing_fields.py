@@ -35,6 +35,64 @@ def test_a_field_without_a_default_is_asked_for(architecture: str) -> None:
             spec_of(architecture, fields)
 
 
+NUMBERS = (
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "norm_epsilon",
+    "routed_scaling_factor",
+    "logit_scale",
+)
+CHOICES = ("hidden_act", "hidden_activation", "activation", "activation_function", "topk_method")
+FLAGS = ("qkv_bias", "norm_topk_prob", "multi_query", "parallel_attn", "use_bias", "use_parallel_residual")
+MEANING = {  # where null is a value
+    ("DeepseekV3ForCausalLM", "topk_method"): "one is computed, and others are refused",
+    ("MptForCausalLM", "logit_scale"): "no factor",
+    ("StableLmForCausalLM", "use_parallel_residual"): "false, the default",
+    ("Qwen2MoeForCausalLM", "norm_topk_prob"): "false, the default",
+    ("Qwen3MoeForCausalLM", "norm_topk_prob"): "false, the default",
+}
+
+
+NULLS = [
+    (architecture, name)
+    for architecture in KNOWN
+    for name in (*NUMBERS, *CHOICES, *FLAGS)
+    if name in defaults_of(architecture).to_dict() and (architecture, name) not in MEANING
+]
+
+
+@pytest.mark.parametrize(("architecture", "name"), NULLS)
+def test_null_is_no_default(architecture: str, name: str) -> None:
+    """Of a number, a word or a flag that is true by default: what a file says is not taken for what it leaves out."""
+    with pytest.raises(ModelFormatError, match=f"config.json: `{name}` .*None"):
+        spec_of(architecture, {name: None})
+
+
+PUBLISHED: list[
+    tuple[str, list[str]]
+] = [  # fields that are null in files, and mean what they mean where they are missing
+    ("LlamaForCausalLM", ["num_key_value_heads", "head_dim", "rope_scaling", "attention_bias", "mlp_bias"]),
+    ("GemmaForCausalLM", ["hidden_activation", "rope_scaling", "use_bidirectional_attention"]),
+    ("MixtralForCausalLM", ["head_dim", "sliding_window", "rope_scaling"]),
+    ("GPT2LMHeadModel", ["n_inner", "summary_activation"]),
+    ("GPTJForCausalLM", ["n_inner"]),
+    ("FalconForCausalLM", ["num_ln_in_parallel_attn", "num_kv_heads", "ffn_hidden_size", "rope_scaling"]),
+    ("MptForCausalLM", ["logit_scale", "norm_type", "attn_config"]),
+    ("PhiForCausalLM", ["num_key_value_heads", "rope_scaling", "qk_layernorm"]),
+    ("Phi3ForCausalLM", ["rope_scaling", "sliding_window", "attention_bias"]),
+    ("Qwen2ForCausalLM", ["rope_scaling", "use_sliding_window"]),
+    ("Gemma3ForCausalLM", ["final_logit_softcapping", "attn_logit_softcapping", "rope_scaling"]),
+    ("DeepseekV3ForCausalLM", ["rope_scaling", "attention_bias", "tie_word_embeddings"]),
+    ("StableLmForCausalLM", ["num_key_value_heads", "rope_scaling"]),
+]
+
+
+@pytest.mark.parametrize(("architecture", "names"), PUBLISHED)
+def test_nulls_of_published_files(architecture: str, names: list[str]) -> None:
+    assert spec_of(architecture, dict.fromkeys(names)) == spec_of(architecture, {})
+
+
 WINDOWS: dict[str, dict[str, Any]] = {
     "by number": {"sliding_window": 9, "max_window_layers": 3},
     "by type": {"sliding_window": 9, "layer_types": ["sliding_attention", *["full_attention"] * 5]},

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from driving import Tiny, make_tiny, tiny_config
+from driving import Tiny, make_request, make_tiny, random_prompts, reference, run, start, tiny_config
 from ranks import PROMPT, logits_of_threads
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.layers.experts import Experts
 from text_generation_inference.models import baichuan, deepseek_v2
 from text_generation_inference.models.config import Config
@@ -114,6 +115,14 @@ PHIMOE_ROPE = {
     "long_mscale": 1.2,
     "original_max_position_embeddings": 128,
 }
+RW: dict[str, Any] = {
+    "architectures": ["RWForCausalLM"],
+    **{"n_head": 4, "n_layer": 2, "parallel_attn": True, "alibi": False, "bias": False},
+    **dict.fromkeys(
+        ("num_attention_heads", "num_hidden_layers", "num_kv_heads", "new_decoder_architecture", "multi_query"), "gone"
+    ),
+    **dict.fromkeys(("activation", "ffn_hidden_size", "num_ln_in_parallel_attn", "max_position_embeddings"), "gone"),
+}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Tensors], Tensors]]] = {
     "deepseek-v3": (
         "DeepseekV3ForCausalLM",
@@ -137,6 +146,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Tensors], 
             "architectures": ["RWForCausalLM"],
             **{"n_head": 4, "n_layer": 2, "num_attention_heads": "gone", "num_hidden_layers": "gone"},
         },
+        dict,
+    ),
+    # The fields that the first files of 7B, 40B and RW have, and no others.
+    "falcon-7b-old": ("FalconForCausalLM", {}, RW | {"model_type": "RefinedWebModel", "multi_query": True}, dict),
+    "falcon-40b-old": (
+        "FalconForCausalLM",
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+        {**RW, "model_type": "RefinedWeb", "n_head_kv": 2},
+        dict,
+    ),
+    "falcon-rw-old": (
+        "FalconForCausalLM",
+        {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+        {**RW, "model_type": "RefinedWebModel", "alibi": True, "bias": True, "parallel_attn": "gone"},
         dict,
     ),
     "falcon-head": ("FalconForCausalLM", {}, {"tie_word_embeddings": False}, without_head),
@@ -215,6 +238,15 @@ def test_as_older_files_have_it(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(logits_of_threads(folder, world), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["DeepseekV2", "DeepseekV3"])
+def test_a_layer_that_the_config_does_not_count_is_no_further_one(family: str, tmp_path: Path) -> None:
+    """Unlike those that predict further tokens: without it the model would be another."""
+    tiny = make_tiny(family, {}, tmp_path / "tiny")
+    folder = rewrite(tiny, tmp_path / "changed", {"num_hidden_layers": 2}, dict)
+    with pytest.raises(ModelFormatError, match="tensors that this architecture does not use: model.layers.2"):
+        logits_of_threads(folder, 1)
+
+
 def has_experts(architecture: str) -> bool:
     fields = {**tiny_config(architecture), "architectures": [architecture]}
     parts = [layer.feed_forward for layer in cast(CausalLM, build(Config(fields, ""))).spec.layers]
@@ -252,6 +284,31 @@ def test_longrope_takes_its_long_factors_where_long_sequences_are_served(tmp_pat
     with torch.no_grad():
         expected = tiny.model(torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(logits_of_threads(tiny.folder, 1), expected, atol=1e-4, rtol=1e-4)
+
+
+ALIBI: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "BloomForCausalLM": ({}, {"seq_length": 32}),
+    "MptForCausalLM": ({}, {"max_seq_len": 32}),
+    "FalconForCausalLM": (
+        {"alibi": True, "multi_query": False, "parallel_attn": False},
+        {"max_position_embeddings": 32},
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", ALIBI)
+def test_alibi_goes_beyond_the_positions_of_a_config(architecture: str, tmp_path: Path) -> None:
+    """Tokens equal where longer sequences are asked for; by default, and of others, the config's number is the limit."""
+    overrides, config = ALIBI[architecture]
+    tiny = make_tiny(architecture, overrides, tmp_path / "tiny")
+    folder = rewrite(tiny, tmp_path / "short", config, dict)
+    prompt = random_prompts(320, [70], seed=4)[0]
+    engine = start(folder, max_total_tokens=96)
+    assert run(engine, [make_request(0, prompt, 8)])[0].token_ids == reference(tiny.model, prompt, 8)[0]
+    engine.close()
+    engine = start(folder)
+    assert engine.facts.max_total_tokens == 32
+    engine.close()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, slopes: list[float] | None) -> Tensor:

@@ -5,6 +5,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +19,13 @@ from transformers_models import FAMILIES, SIZES, make
 
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import Engine
-from text_generation_inference.errors import ModelFormatError, StartError
+from text_generation_inference.engine.memory import check_weights_fit
+from text_generation_inference.errors import ModelFormatError, ResourceError, StartError
 from text_generation_inference.launch.check import check_model
 from text_generation_inference.launch.check_report import render
 from text_generation_inference.models import transformers_fallback, transformers_hook
 from text_generation_inference.models.config import Config
-from text_generation_inference.models.registry import build
+from text_generation_inference.models.registry import build, read_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -126,6 +128,27 @@ def test_check_says_so(olmo: Tiny) -> None:
     assert report.kv_bytes_per_token == 2 * 3 * 2 * 16 * 4 + 4  # keys and values of 3 layers, and the id
 
 
+def test_check_counts_experts(tmp_path: Path) -> None:
+    tiny = make("Olmoe", tmp_path)
+    report = check_model(ServerConfig(model_id=str(tiny.folder)))
+    sizes = {name: each.numel() for name, each in tiny.model.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    assert report.experts == [8, 2] and report.active_parameters == sum(sizes.values()) - experts * 6 // 8
+
+
+def test_one_that_is_too_large_is_told_nothing_of_quantising(olmo: Tiny) -> None:
+    """On a device that has FP8, which no setting asked for."""
+    device = SimpleNamespace(
+        limits=SimpleNamespace(measures_steps=True, meters_memory=True),
+        all_free_bytes=lambda: 1,
+        supports_fp8=True,
+        description="a small GPU",
+    )
+    with pytest.raises(ResourceError, match="too large") as caught:
+        check_weights_fit(ServerConfig(), build(read_config(olmo.folder)), torch.float32, device)  # pyright: ignore
+    assert "quantize" not in str(caught.value)
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -138,6 +161,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "recurrent": ("Mamba", {}, "it is recurrent"),
     "hybrid": ("FalconH1", {}, "does not attend through the interface"),
     "convolution": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "keeps a state"),
+    "values on the way": ("JetMoe", {}, "looks at values on the way to decide what to compute"),
+    "a state": ("MiniMax", {}, "looks at values on the way to decide what to compute"),
     "two calls a layer": ("DiffLlama", {}, "attends more than once"),
     "own mask": ("Doge", {}, "makes a mask of its own"),
     "bidirectional": ("Olmo", {"is_causal": False}, "looks at tokens that come later"),

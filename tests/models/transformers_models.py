@@ -30,6 +30,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Nemotron": {"partial_rotary_factor": 0.5},  # a feed-forward without a gate
     "NanoChat": {},  # caps its logits
     "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "GraniteMoeSWA": {  # sinks
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "MiMoV2Flash": {  # sinks on some layers, and values of another width
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "v_head_dim": 12,
+        "sliding_window": 24,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    },
     "MiniCPM3": {
         "kv_lora_rank": 32,
         "q_lora_rank": 48,

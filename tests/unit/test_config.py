@@ -108,6 +108,15 @@ def test_a_window_that_fits_does_not_limit_the_request() -> None:
         assert windowed(window, **given).window is None
 
 
+def test_positions_without_a_table_are_a_default_alone() -> None:
+    size = ModelSize(max_positions=2048, kv_bytes_per_token=1000, may_be_longer=True)
+    assert resolve(ServerConfig(), size, LIMITS, 10**9).max_total_tokens == 2048
+    longer = resolve(ServerConfig(max_total_tokens=5000), size, LIMITS, 10**9)
+    assert (longer.max_total_tokens, longer.max_input_tokens) == (5000, 4999)
+    with pytest.raises(StartError, match="`max_total_tokens` must be <= 2048, the positions of the model"):
+        derive(max_total_tokens=5000)
+
+
 def test_given_values_are_kept() -> None:
     resolved = derive(
         max_batch_total_tokens=4000, max_total_tokens=100, max_input_tokens=60, max_batch_prefill_tokens=7

@@ -736,6 +736,8 @@ TOKENIZERS = pytest.mark.parametrize("tokenizer", [PLAIN, MARKED, ORDINARY], ids
         ("yi", PLAIN, "json"),
         ("yi", MARKED, "json"),
         ("granite", PLAIN, "tagged_list"),
+        ("phi4_mini", build_tokenizer(["<|tool|>", "<|tool_call|>", "<|/tool_call|>"]), "tagged_list"),
+        ("phi4", PLAIN, "json"),
         ("gpt_oss", PLAIN, "harmony"),
         ("command_r_tool_use", PLAIN, "cohere"),
     ],

@@ -17,6 +17,7 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
     """What `resolve` must know of a model."""
 
     max_positions: int  # longest sequence it was made for
+    may_be_longer: bool = False  # where that is asked for: no table ends there
     kv_bytes_per_token: int  # on one rank: all layers, and its id
     window: int | None = None  # tokens that are read at most, if all layers read a window only
     # Where only some do: the tokens that these read at most, and the bytes of a token in them, on one rank.
@@ -179,7 +180,7 @@ def resolve(config: ServerConfig, size: ModelSize, limits: Limits, free_bytes: i
     if config.max_total_tokens:
         longest = config.max_total_tokens
         reasons["max_total_tokens"] = "as given"
-        if longest > size.max_positions:
+        if longest > size.max_positions and not size.may_be_longer:
             raise StartError(
                 f"`max_total_tokens` must be <= {size.max_positions}, the positions of the model. Given: {longest}"
             )

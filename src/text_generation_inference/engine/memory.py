@@ -14,7 +14,12 @@ from text_generation_inference.devices.visible import card_bytes
 from text_generation_inference.errors import ResourceError, StartError
 from text_generation_inference.models.model import Context, Model
 from text_generation_inference.models.registry import build, read_config, read_quantization
-from text_generation_inference.quant.choose import assign_methods, choose_quantization, is_quantized
+from text_generation_inference.quant.choose import (
+    assign_methods,
+    choose_quantization,
+    has_matrices,
+    is_quantized,
+)
 from text_generation_inference.quant.fp8 import ON_LOADING
 from text_generation_inference.quant.low_bit import keep_wide_copies
 from text_generation_inference.quant.quantization import Quantization
@@ -61,9 +66,10 @@ def check_described(config: ServerConfig, folder: Path) -> None:
     if needed < there:
         return
     where = "the card has" if ranks == 1 else f"{ranks} cards have"
+    ways = "more cards (`num_shard`), `quantize` fp8, a smaller model" if has_matrices(model) else "a smaller model"
     raise ResourceError(
         f"The model is too large: its weights take {gigabytes(needed)} in {str(dtype).removeprefix('torch.')},"
-        f" {where} {gigabytes(there)}. What would help: more cards (`num_shard`), `quantize` fp8, a smaller model."
+        f" {where} {gigabytes(there)}. What would help: {ways}."
         " Nothing was downloaded or loaded."
     )
 
@@ -97,7 +103,7 @@ def check_weights_fit(config: ServerConfig, model: Model, dtype: torch.dtype, de
     ways = [f"a {place} with more memory", "a smaller model"]
     if measured and config.cuda_memory_fraction < 1:
         ways.insert(0, f"a `cuda_memory_fraction` above {config.cuda_memory_fraction}")
-    if not is_quantized(model) and device.supports_fp8:
+    if has_matrices(model) and not is_quantized(model) and device.supports_fp8:
         assign_methods(model, ON_LOADING)  # nothing will be loaded into this one
         in_fp8 = weight_bytes(model, dtype)
         if in_fp8 < free:

@@ -237,6 +237,7 @@ class Rank:
         precision = [
             *_describe_precision(quantization, cache_setting, wide_copy_bytes(model, dtype)),
             *describe_widened(model, dtype),
+            *model.describe_type(dtype),
             *self._calibrated.describe(quantization, model, device.ops),
         ]
         return RankFacts(
@@ -246,6 +247,7 @@ class Rank:
             vocab_size=model.vocab_size,
             size=ModelSize(
                 max_positions=model.max_positions,
+                may_be_longer=model.may_be_longer,
                 kv_bytes_per_token=bytes_per_token(self._caches),
                 window=common_window(self._caches),
                 partial_window=partial_window(self._caches),

@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -124,15 +125,21 @@ def _look_at(config: ServerConfig) -> Facts:
 
 
 def _look_at_gguf(path: Path) -> Facts:
-    from text_generation_inference.weights.convert import GGML_TYPES
+    from text_generation_inference.weights.convert import GGML_TYPES, describe_gguf
     from text_generation_inference.weights.gguf import GgufFile
     from text_generation_inference.weights.gguf_model import plan_tensors, read_config
-    from text_generation_inference.weights.gguf_tokenizer import read_tokenizer
 
     file = GgufFile.open(path)
     config = read_config(file)
     plans = plan_tensors(file, config)
-    read_tokenizer(file, config["vocab_size"])  # raises when there is none that can be used
+    texts = describe_gguf(file, config)  # raises when there is no tokenizer that can be used
+
+    def describe_text(report: Report) -> None:
+        with TemporaryDirectory() as folder:
+            for name, text in texts.items():
+                (Path(folder) / name).write_text(text, encoding="utf-8")
+            _describe_text(report, Path(folder), config)
+
     return Facts(
         config=config,
         source=str(path),
@@ -144,6 +151,7 @@ def _look_at_gguf(path: Path) -> Facts:
         },
         has_tokenizer=True,
         finds_chat_template=lambda: bool(file.metadata.get("tokenizer.chat_template")),
+        describe_text=describe_text,
     )
 
 
@@ -177,30 +185,15 @@ def _look_at_hub(config: ServerConfig) -> Facts:
 
 
 def _describe(folder: Path, read_shapes: Callable[[], Shapes], names: Collection[str]) -> Facts:
-    from text_generation_inference.api.pictures import picture_costs
     from text_generation_inference.models.registry import read_config
-    from text_generation_inference.pictures.rules import find_rule
     from text_generation_inference.text.chat_template import ChatTemplate
-    from text_generation_inference.text.picture_prompt import PictureWords
-    from text_generation_inference.text.reasoning import detect_reasoning_format
-    from text_generation_inference.text.tokenizer import Tokenizer
     from text_generation_inference.text.tokenizer_files import explain_missing, has_tokenizer
-    from text_generation_inference.text.tools import detect_tool_format
 
     config = read_config(folder)
 
     def describe_text(report: Report) -> None:
-        if not has_tokenizer(names):
-            return
-        tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
-        report.stop_tokens = [tokenizer.token_of(token_id) or str(token_id) for token_id in sorted(tokenizer.eos_ids)]
-        if template.found:
-            report.tool_calls = detect_tool_format(template, tokenizer).family
-            thinking = detect_reasoning_format(template, tokenizer)
-            report.thinking = None if thinking is None else thinking.name
-        rule = find_rule(folder, config.fields)
-        if rule is not None:
-            report.picture_tokens = picture_costs(rule, PictureWords.of(rule, tokenizer), tokenizer)
+        if has_tokenizer(names):
+            _describe_text(report, folder, config.fields)
 
     return Facts(
         config=config.fields,
@@ -211,6 +204,27 @@ def _describe(folder: Path, read_shapes: Callable[[], Shapes], names: Collection
         finds_chat_template=lambda: ChatTemplate.load(folder).found,
         describe_text=describe_text,
     )
+
+
+def _describe_text(report: Report, folder: Path, fields: Mapping[str, Any]) -> None:
+    """What tokenizer and chat template say: how texts end, calls are written, thoughts marked, pictures counted."""
+    from text_generation_inference.api.pictures import picture_costs
+    from text_generation_inference.pictures.rules import find_rule
+    from text_generation_inference.text.chat_template import ChatTemplate
+    from text_generation_inference.text.picture_prompt import PictureWords
+    from text_generation_inference.text.reasoning import detect_reasoning_format
+    from text_generation_inference.text.tokenizer import Tokenizer
+    from text_generation_inference.text.tools import detect_tool_format
+
+    tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
+    report.stop_tokens = [tokenizer.token_of(token_id) or str(token_id) for token_id in sorted(tokenizer.eos_ids)]
+    if template.found:
+        report.tool_calls = detect_tool_format(template, tokenizer).family
+        thinking = detect_reasoning_format(template, tokenizer)
+        report.thinking = None if thinking is None else thinking.name
+    rule = find_rule(folder, fields)
+    if rule is not None:
+        report.picture_tokens = picture_costs(rule, PictureWords.of(rule, tokenizer), tokenizer)
 
 
 def _local_shapes(folder: Path) -> Shapes:
@@ -308,7 +322,10 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
         report.ranks = [*report.ranks, RankPart(weight_bytes(part, dtype), bytes_per_token(part.caches(cache_dtype)))]
         if rank == 0 or report.ranks[-1].weight_bytes > report.weight_bytes:
             report.weight_bytes, held = report.ranks[-1].weight_bytes, part
-    report.notes = [*report.notes, *describe_widened(model, dtype)]
+    report.notes = [*report.notes, *describe_widened(model, dtype), *model.describe_type(dtype)]
+    caches = held.caches(cache_dtype)
+    report.kv_bytes_per_token = max((part.kv_bytes_per_token for part in report.ranks), default=bytes_per_token(caches))
+    report.kv_layers = _group_layers(caches)
     if config.load_format != "dummy":
         shapes, may_leave = facts.read_shapes(), ()
         model.adapt(list(shapes))
@@ -318,9 +335,6 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
         check_tensors(model, shapes, (*model.ignored, *may_leave), report.model)
     report.quantization = name_quantization(facts.config, config.quantize)  # the setting alone may be wrong about it
     report.quantization_is_supported = report.quantization is not None
-    caches = held.caches(cache_dtype)
-    report.kv_bytes_per_token = max((part.kv_bytes_per_token for part in report.ranks), default=bytes_per_token(caches))
-    report.kv_layers = _group_layers(caches)
     if on_gpu:
         report.notes = [
             *report.notes,
@@ -339,6 +353,7 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     crosses = model.sight is not None and model.sight.cross_rows and report.picture_tokens
     size = ModelSize(
         max_positions=model.max_positions,
+        may_be_longer=model.may_be_longer,
         kv_bytes_per_token=report.kv_bytes_per_token,
         window=common_window(caches),
         partial_window=partial_window(caches),
@@ -364,6 +379,10 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
 def _count_experts(report: Report, model: "Model") -> None:
     from text_generation_inference.layers.experts import StackedMatrix
 
+    if model.experts is not None:
+        count, chosen, idle = model.experts
+        assert report.parameters is not None
+        report.experts, report.active_parameters = [count, chosen], report.parameters - idle
     stacked = [module for _, module in model.walk() if isinstance(module, StackedMatrix)]
     if not stacked:
         return

@@ -26,7 +26,6 @@ class VocabWeight(Matrix):
         vocab_size: int,
         hidden_size: int,
         is_head: bool,
-        bias: bool = False,
         is_normed: bool = False,
     ) -> None:
         """`is_head`: it is also, or only, multiplied. `is_normed`: its rows are divided by their length."""
@@ -37,19 +36,14 @@ class VocabWeight(Matrix):
         if start == end:
             raise StartError(f"a vocabulary of {vocab_size} cannot be split over {parallel.world} ranks")
         part = Part(f"{name}.weight", (vocab_size, hidden_size))
-        self.bias_parts = [Part(f"{name}.bias", (vocab_size,))] if bias else []
         if parallel.world > 1:
             part = Part(f"{name}.weight", (vocab_size, hidden_size), 0, start, end)
-            self.bias_parts = [Part(f"{name}.bias", (vocab_size,), 0, start, end)] if bias else []
         if (
             not is_head
         ):  # random ones large enough that layers do not make all tokens alike, so that routers tell them apart
             part = replace(part, random_std=1.0)
         super().__init__(ops, [part], may_round=False, is_multiplied=is_head)
         self.is_head = is_head and not is_normed  # rows that are divided by their length stay as they are
-
-    def declare(self) -> list[Declared]:
-        return [*super().declare(), *(Declared("bias", [part]) for part in self.bias_parts or ())]
 
     def finish(self) -> None:
         if self.is_normed:
@@ -59,7 +53,6 @@ class VocabWeight(Matrix):
     def rename(self, name: str) -> None:
         """It is called so in the checkpoint at hand."""
         self.parts = [replace(part, name=f"{name}.weight") for part in self.parts]
-        self.bias_parts = [replace(part, name=f"{name}.bias") for part in self.bias_parts or ()]
 
     def look_up(self, ids: Tensor) -> Tensor:
         """ids `[tokens]` -> `[tokens, hidden]`."""
@@ -72,8 +65,25 @@ class VocabWeight(Matrix):
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden `[tokens, hidden]` -> `[tokens, vocab]` of this rank's ids, into `out` if there is one (float32)."""
-        result = self.method.logits(self, hidden, out)
-        return result if self.bias is None else result.add_(self.bias)
+        return self.method.logits(self, hidden, out)
+
+
+class HeadBias(Module):
+    """What is added to logits, of a head with its own matrix or with the embedding's."""
+
+    bias: Tensor  # [vocab] of this rank's ids
+
+    def __init__(self, name: str, vocab_size: int, vocabulary: VocabularyPart) -> None:
+        self._part = Part(f"{name}.bias", (vocab_size,))
+        if vocabulary.width < vocab_size:
+            self._part = replace(self._part, dim=0, start=vocabulary.start, end=vocabulary.end)
+
+    def declare(self) -> list[Declared]:
+        return [Declared("bias", [self._part])]
+
+    def rename(self, name: str) -> None:
+        """The head is called so in the checkpoint at hand."""
+        self._part = replace(self._part, name=f"{name}.bias")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,10 @@ class QkvLayout(StrEnum):
     SEPARATE = "separate"  # a tensor each
     STACKED = "stacked"  # one tensor: all queries, all keys, all values
     GROUPED = "grouped"  # one tensor: for each key/value head its queries, its key, its value
+    QUARTERS = "quarters"  # one tensor: for each quarter of the heads all queries, all values, all keys
+
+
+_QUARTERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,16 @@ def qkv_parts(
         group = (queries + 2) * dim
         found = part(names[0], ranges.num_kv_heads * group, scaled(ranges.kv_heads, group))
         return [replace(found, arrangement=Grouped(queries, kept, dim))]
+    if layout is QkvLayout.QUARTERS:
+        each, rows, parts = ranges.num_heads // _QUARTERS, 3 * ranges.num_heads * dim, list[Part]()
+        for place in (0, 2, 1):  # of queries, keys, values
+            for quarter in range(_QUARTERS):
+                first, last = (min(max(head - quarter * each, 0), each) for head in ranges.heads)
+                if first < last:
+                    found = part(names[0], rows, scaled((first, last), plus=(3 * quarter + place) * each * dim))
+                    arrangement = Interleaved(dim, interleaved) if interleaved and place != 1 else None
+                    parts.append(replace(found, arrangement=arrangement))
+        return parts
     counts = [ranges.num_heads, ranges.num_kv_heads, ranges.num_kv_heads]
     kept = [ranges.heads, ranges.kv_heads, ranges.kv_heads]
     if layout is QkvLayout.STACKED:

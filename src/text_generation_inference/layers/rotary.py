@@ -41,10 +41,17 @@ NO_ROTATION = RopeSpec(kind="none", rotary_dim=2)  # by an angle of 0: for layer
 def build_table(spec: RopeSpec, num_positions: int, device: torch.device) -> Tensor:
     """`[num_positions, rotary_dim]` float32: cosines, then sines."""
     frequencies, factor = _frequencies(spec, num_positions)
-    if not bool(torch.isfinite(frequencies).all()) or not math.isfinite(factor):
-        raise ModelFormatError(f"the rotary settings of the config give no finite frequencies: {spec}")
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
     return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1).to(device)
+
+
+def is_finite(spec: RopeSpec) -> bool:
+    """Whether there is a table, of any length."""
+    try:
+        found = [_frequencies(spec, length) for length in (1, spec.original_max_positions + 1)]
+    except (ArithmeticError, ValueError):  # by logarithms of 1 and quotients beyond what a float holds
+        return False
+    return all(bool(torch.isfinite(each).all()) and math.isfinite(factor) for each, factor in found)
 
 
 def mix_axes(table: Tensor, positions: Tensor, axes: Sequence[int]) -> Tensor:

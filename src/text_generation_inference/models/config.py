@@ -83,6 +83,7 @@ class Config:
         return ModelFormatError(f"{self.source}: `{self._within}{self._names.get(name, name)}` {what}")
 
     def integer(self, name: str, default: int | None = None) -> int:
+        """Null is the default: of sizes that follow from others (`num_key_value_heads`, `n_inner`)."""
         value = self.fields.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
@@ -98,8 +99,7 @@ class Config:
         return 0 if value in (0, None) and not isinstance(value, bool | float) else self.integer(name, default)
 
     def number(self, name: str, default: float | None = None) -> float:
-        value = self.fields.get(name)
-        value = default if value is None else value
+        value = self.fields.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.wrong(name, f"must be a number, it is {shorten(value)}")
         return float(max(-_LARGEST, min(value, _LARGEST))) if isinstance(value, int) else value  # others overflow
@@ -123,8 +123,9 @@ class Config:
         return None if self.fields.get(name) is None else self.positive(name)
 
     def flag(self, name: str, default: bool | None = None) -> bool:
-        value = self.fields.get(name)
-        value = default if value is None else value
+        """Null is false, as it is to Python, where false is the default too."""
+        value = self.fields.get(name, default)
+        value = False if value is None and default is False else value
         if not isinstance(value, bool):
             raise self.wrong(name, f"must be true or false, it is {shorten(value)}")
         return value
@@ -134,8 +135,7 @@ class Config:
         return default if value is None else str(value)
 
     def choice(self, name: str, known: Collection[str], default: str | None = None) -> str:
-        value = self.fields.get(name)
-        value = default if value is None else value
+        value = self.fields.get(name, default)
         if not isinstance(value, str) or value not in known:
             raise self.wrong(name, f"is {shorten(value)}, which is not supported; known: {', '.join(known)}")
         return value

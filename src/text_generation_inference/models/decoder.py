@@ -17,7 +17,7 @@ from text_generation_inference.kernels.fused_decode import FusedDecode
 from text_generation_inference.kernels.matrices import Product
 from text_generation_inference.layers.attention import Attention, TemperatureSpec
 from text_generation_inference.layers.cache import AnyCacheSpec
-from text_generation_inference.layers.embedding import LearnedPositions, RowsOf, VocabWeight
+from text_generation_inference.layers.embedding import HeadBias, LearnedPositions, RowsOf, VocabWeight
 from text_generation_inference.layers.experts import Experts
 from text_generation_inference.layers.latent_attention import LatentAttention
 from text_generation_inference.layers.linear import Linear
@@ -31,6 +31,8 @@ from text_generation_inference.models.vision.tower import Parts, Tower
 from text_generation_inference.pictures.rule import Normalisation
 from text_generation_inference.sampling.vocabulary import VocabularyPart
 from text_generation_inference.weights.declare import Module, Part
+
+_MOST_FURTHER = 16  # layers that predict further tokens
 
 
 class Decoder(Module):
@@ -89,6 +91,8 @@ class CausalLM(Model):
         self.spec = spec
         self.vocab_size = spec.vocab_size
         self.max_positions = spec.max_positions
+        self.exceeds_float16 = spec.exceeds_float16
+        self.may_be_longer = spec.may_be_longer
         self.ops = context.ops
         self.parallel = context.parallel
         self.device = context.device
@@ -97,6 +101,10 @@ class CausalLM(Model):
         self._computes_all = False  # else the last layer computes what logits need
         self.model = Decoder(context, spec)
         self.head: VocabWeight | None = None
+        self.head_bias: HeadBias | None = None
+        if spec.head_bias:
+            vocabulary = cast(VocabWeight, self.model.embedding).vocabulary
+            self.head_bias = HeadBias(spec.names.head[0], spec.vocab_size, vocabulary)
         self.ignored = spec.names.ignored
         if spec.tied:
             self._tie()
@@ -122,6 +130,8 @@ class CausalLM(Model):
             if isinstance(layer.mlp, Experts):
                 layer.mlp.adapt(f"{self.model.name}.{layer.name}.".removeprefix("."), names)
         head = next((each for each in self.spec.names.head if f"{each}.weight" in names), None)
+        if head is not None and self.head_bias is not None:
+            self.head_bias.rename(head)
         if head is None:
             if self.head is not None and self.spec.ties_without_head:
                 self._tie()
@@ -133,6 +143,16 @@ class CausalLM(Model):
             are_equal is not None and not are_equal(f"{head}.weight", stems[found])
         ):  # trained apart, whatever the config says, or quantised apart
             self._untie(head)
+        self.ignored = (*self.ignored, *self._further(names))
+
+    def _further(self, names: Collection[str]) -> list[str]:
+        """Patterns of the tensors of layers behind the computed ones that predict further tokens."""
+        if not self.spec.names.further:
+            return []
+        count, prefix = len(self.spec.layers), f"{self.model.name}.".removeprefix(".")
+        layer, most = prefix + self.spec.names.layer, count + _MOST_FURTHER
+        stems = [layer.format(number) for number in range(count, most)]
+        return [f"{stem}.*" for stem in stems if f"{stem}.{self.spec.names.further}.weight" in names]
 
     def split_head(self) -> None:
         embedding = self.model.embedding
@@ -157,6 +177,8 @@ class CausalLM(Model):
             self._tie()
         else:
             self.head.rename(names.head[0])
+        if self.head_bias is not None:
+            self.head_bias.rename(names.head[0])
 
     def _tie(self) -> None:
         self.head = None
@@ -173,7 +195,6 @@ class CausalLM(Model):
             spec.vocab_size,
             spec.embedding_size or spec.hidden_size,
             is_head=True,
-            bias=spec.head_bias,
             is_normed=spec.normed_head,
         )
         cast(VocabWeight, self.model.embedding).is_multiplied = False
@@ -320,6 +341,8 @@ class CausalLM(Model):
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         logits, spec = self._multiplied.logits(hidden, out), self.spec
+        if self.head_bias is not None:
+            logits.add_(self.head_bias.bias)
         if spec.logits_factor != 1:
             logits.mul_(spec.logits_factor)
         if spec.logits_softcap is not None:

@@ -1,7 +1,6 @@
 """DeepSeek V2 (V2-Lite, Coder-V2): attention over latents, experts with shared ones, the first layers dense."""
 
 import math
-from dataclasses import replace
 
 from text_generation_inference.kernels.routing import Routing, SoftmaxRouting
 from text_generation_inference.layers.norm import NormSpec
@@ -18,7 +17,6 @@ from text_generation_inference.models.spec import (
     ExpertsSpec,
     LatentSpec,
     LayerSpec,
-    TensorNames,
     check_experts,
     read_activation,
 )
@@ -145,18 +143,16 @@ def read_latent_decoder(
         names=_NAMES,
     )
     first, step = config.count("first_k_dense_replace"), config.integer("moe_layer_freq", 1)
-    layers = config.integer("num_hidden_layers")
     return DecoderSpec(
         vocab_size=config.integer("vocab_size"),
         hidden_size=config.integer("hidden_size"),
         layers=tuple(
             LayerSpec(attention=attention, feed_forward=experts if number >= first and number % step == 0 else dense)
-            for number in range(layers)
+            for number in range(config.integer("num_hidden_layers"))
         ),
         norm=NormSpec(eps=config.positive("rms_norm_eps", 1e-6)),
         max_positions=positions,
         tied=config.flag("tie_word_embeddings", False),
-        names=replace(TensorNames(), ignored=(*TensorNames().ignored, *_beyond(config, layers))),
     )
 
 
@@ -165,9 +161,3 @@ def _stretch(rope: RopeSpec) -> float:
     if rope.kind == "default" or not rope.mscale_all_dim or rope.factor <= 1:
         return 1.0
     return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
-
-
-def _beyond(config: Config, layers: int) -> list[str]:
-    """Layers that predict several tokens, which checkpoints have after those that are computed."""
-    count = min(config.count("num_nextn_predict_layers", 1), 16)
-    return [f"model.layers.{number}.*" for number in range(layers, layers + count)]

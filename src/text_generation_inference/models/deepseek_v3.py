@@ -1,12 +1,14 @@
 """DeepSeek V3 (R1, V3.1, Kimi-K2): V2 with experts that are chosen each by itself, with a correction."""
 
+from dataclasses import replace
+
 from text_generation_inference.kernels.routing import SigmoidRouting
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.decoder import CausalLM
 from text_generation_inference.models.deepseek_v2 import TINY as V2_TINY
 from text_generation_inference.models.deepseek_v2 import YARN, read_groups, read_latent_decoder
 from text_generation_inference.models.model import Context, Model
-from text_generation_inference.models.spec import check_experts
+from text_generation_inference.models.spec import TensorNames, check_experts
 
 DEFAULTS = {
     "vocab_size": 129280,
@@ -34,6 +36,7 @@ TINY = {
     "topk_group": 2,
     "rope_parameters": YARN,
 }
+_NAMES = TensorNames(further="eh_proj")
 VARIANTS = {"one-group": {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False}}
 
 
@@ -53,4 +56,5 @@ def build(config: Config, context: Context) -> Model:
         top_groups=top_groups,
     )
     interleaved = config.flag("rope_interleave", True)
-    return CausalLM(read_latent_decoder(config, routing, interleaved=interleaved, correction=True), context)
+    spec = read_latent_decoder(config, routing, interleaved=interleaved, correction=True)
+    return CausalLM(replace(spec, names=_NAMES), context)

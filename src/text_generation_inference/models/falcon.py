@@ -39,6 +39,7 @@ DEFAULTS = {
     "new_decoder_architecture": False,
     "tie_word_embeddings": True,
 }
+_OLD_DEFAULTS = {**DEFAULTS, "multi_query": False, "parallel_attn": False}  # of `RWForCausalLM`, before `transformers`
 TINY = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -61,6 +62,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def build(config: Config, context: Context) -> Model:
     config = config.renamed(num_attention_heads="n_head", num_hidden_layers="n_layer", num_kv_heads="n_head_kv")
+    if "RWForCausalLM" in config.fields["architectures"]:
+        is_large = config.get("model_type") == "RefinedWeb"  # 40B: its file has no flag for that
+        config = config.with_defaults(**{**_OLD_DEFAULTS, "new_decoder_architecture": is_large})
     config = config.with_defaults(**DEFAULTS)
     is_new, is_parallel = config.flag("new_decoder_architecture"), config.flag("parallel_attn")
     heads = config.integer("num_attention_heads")

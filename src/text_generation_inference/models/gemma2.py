@@ -49,4 +49,4 @@ def build(config: Config, context: Context) -> Model:
     )
     spec = with_layers(as_gemma(config, spec), join=Join.SANDWICH)
     softcap = config.optional_positive("final_logit_softcapping")
-    return CausalLM(replace(spec, logits_softcap=softcap, names=NAMES), context)
+    return CausalLM(replace(spec, logits_softcap=softcap, exceeds_float16=True, names=NAMES), context)

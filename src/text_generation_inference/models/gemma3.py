@@ -67,7 +67,7 @@ def build(config: Config, context: Context) -> Model:
     )
     spec = with_layers(_rotate(config, as_gemma(config, spec)), join=Join.SANDWICH)
     softcap = config.optional_positive("final_logit_softcapping")
-    return CausalLM(replace(spec, logits_softcap=softcap, names=_NAMES), context)
+    return CausalLM(replace(spec, logits_softcap=softcap, exceeds_float16=True, names=_NAMES), context)
 
 
 def _rotate(config: Config, spec: DecoderSpec) -> DecoderSpec:

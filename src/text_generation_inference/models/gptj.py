@@ -1,6 +1,7 @@
 """GPT-J: attention beside the feed-forward behind one norm, neighbours rotated together, a bias on the head."""
 
 from text_generation_inference.layers.norm import NormSpec
+from text_generation_inference.layers.qkv import QkvLayout
 from text_generation_inference.layers.rotary import RopeSpec
 from text_generation_inference.models.config import Config
 from text_generation_inference.models.decoder import CausalLM
@@ -29,7 +30,8 @@ DEFAULTS = {
     "tie_word_embeddings": False,
 }
 TINY = {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "rotary_dim": 8}
-_NAMES = TensorNames(
+VARIANTS = {"tied": {"tie_word_embeddings": True}}
+NAMES = TensorNames(
     decoder=("transformer", ""),
     embedding="wte",
     layer="h.{}",
@@ -44,6 +46,11 @@ _NAMES = TensorNames(
 
 
 def build(config: Config, context: Context) -> Model:
+    return CausalLM(read_gptj_like(config, NAMES), context)
+
+
+def read_gptj_like(config: Config, names: TensorNames, layout: QkvLayout = QkvLayout.SEPARATE) -> DecoderSpec:
+    """What GPT-J and CodeGen share."""
     config = config.renamed(**FIELDS).with_defaults(**DEFAULTS)
     sizes = read_sizes(config, config.integer("num_attention_heads"))
     rotary_dim = config.integer("rotary_dim", sizes.head_dim)
@@ -55,6 +62,7 @@ def build(config: Config, context: Context) -> Model:
         head_dim=sizes.head_dim,
         rope=RopeSpec(rotary_dim=rotary_dim),
         interleaved=True,
+        qkv_layout=layout,
     )
     feed_forward = DenseSpec(
         width=config.integer("intermediate_size", 4 * sizes.hidden),
@@ -62,7 +70,7 @@ def build(config: Config, context: Context) -> Model:
         bias=True,
         is_gated=False,
     )
-    spec = DecoderSpec(
+    return DecoderSpec(
         vocab_size=config.integer("vocab_size"),
         hidden_size=sizes.hidden,
         layers=make_layers(attention, feed_forward, sizes.layers, Join.PARALLEL),
@@ -70,6 +78,5 @@ def build(config: Config, context: Context) -> Model:
         max_positions=sizes.positions,
         tied=config.flag("tie_word_embeddings"),
         head_bias=True,
-        names=_NAMES,
+        names=names,
     )
-    return CausalLM(spec, context)

@@ -40,11 +40,24 @@ class Model(Module, ABC):
 
     vocab_size: int
     max_positions: int  # longest sequence it was made for
+    may_be_longer: bool = (
+        False  # positions are no table that ends: longer sequences are served where they are asked for
+    )
     ignored: tuple[str, ...] = ()  # patterns of checkpoint tensors that it does not need
     is_capturable: bool = True  # a pass may be captured as a graph and replayed
     notes: tuple[str, ...] = ()  # what a user should know of how it is served
     sight: Sight | None = None  # of a model that sees pictures
+    experts: tuple[int, int, int] | None = (
+        None  # that are no modules of ours: all, of a token, parameters of the others
+    )
     lost: tuple[str, ...] = ()  # what other models have and this one has not, for how it is computed
+
+    exceeds_float16: bool = False  # trained in a type of more range, which its hidden states need
+
+    def describe_type(self, dtype: torch.dtype) -> list[str]:
+        """What a user should know of it in this type."""
+        note = "made for bfloat16: in float16 its hidden states may overflow, and its texts fall apart (`dtype`)"
+        return [note] if self.exceeds_float16 and dtype is torch.float16 else []
 
     @property
     def vocabulary(self) -> VocabularyPart:

@@ -21,7 +21,7 @@ DEFAULTS = {
     "layer_norm_eps": 1e-5,
 }
 TINY = {**LLAMA_TINY, "num_hidden_layers": 2}
-VARIANTS = {"qk-norm": {"qk_layernorm": True, "num_key_value_heads": 4}}
+VARIANTS = {"qk-norm": {"qk_layernorm": True, "num_key_value_heads": 4}, "tied": {"tie_word_embeddings": True}}
 _NAMES = TensorNames(out="dense", gate_up=("fc1",), down="fc2", norm="final_layernorm")
 
 

@@ -41,10 +41,13 @@ def build(config: Config, context: Context) -> Model:
     num_experts, top_k = check_experts(config, "num_local_experts", "num_experts_per_tok")
     if top_k != 2:
         raise config.wrong("num_experts_per_tok", f"is {top_k}, but this routing chooses 2")
+    jitter = config.number("router_jitter_noise", 0.01)
+    if not jitter >= 0:  # below 0 not even the best expert is near the best one
+        raise config.wrong("router_jitter_noise", f"must be at least 0, it is {jitter}")
     experts = ExpertsSpec(
         num_experts=num_experts,
         width=config.integer("intermediate_size"),
-        routing=SparseMixerRouting(config.number("router_jitter_noise", 0.01)),
+        routing=SparseMixerRouting(jitter),
         activation=read_activation(config, default="silu"),
         names=NAMES,
         other_names=(replace(FUSED_EXPERTS, feed_forward="mlp", router="router"), ExpertNames()),

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from text_generation_inference.files import shorten
-from text_generation_inference.layers.rotary import KINDS, RopeSpec
+from text_generation_inference.layers.rotary import KINDS, RopeSpec, is_finite
 from text_generation_inference.models.config import Config
 
 _OLD_NAMES = {"su": "longrope"}
+_SCALES = ("factor", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor")  # of some kinds, not of all
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -24,37 +25,66 @@ def read_rope(
     """From `rope_parameters` (newer configs), or `rope_theta` and `rope_scaling` (older ones), which wins."""
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = _unnest(config, field, layer_type)
-    kind_field = "rope_type" if scaling.get("rope_type") is not None else "type"
-    kind = scaling.get(kind_field) or "default"
-    kind = {**_OLD_NAMES, **renames}.get(kind, kind) if isinstance(kind, str) else kind
-    if kind not in KINDS:
-        what = f"rope type {shorten(kind)} is not supported; known: {', '.join(KINDS)}"
-        raise scaling.wrong(kind_field, f"cannot be read: {what}")
+    kind = _read_kind(scaling, renames)
     name = "partial_rotary_factor"
     shares = _holder(name, scaling, config)
     rotary_dim = int(head_dim * min(shares.positive(name, share), 2.0))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise shares.wrong(name, f"cannot be: {rotary_dim} of {head_dim} dimensions of a head cannot be rotated")
-    name = "original_max_position_embeddings"
-    original_max = _holder(name, config, scaling).integer(name, max_positions)
-    is_stretched = kind in ("yarn", "longrope")  # by default from the original length to the present one
-    factor = scaling.positive("factor", max_positions / original_max if is_stretched else 1.0)
-    return RopeSpec(
+    original = "original_max_position_embeddings"
+    originals = _holder(original, config, scaling)
+    original_max = originals.integer(original, max_positions)
+    thetas = _holder("rope_theta", scaling, config)
+    spec = RopeSpec(
         kind=kind,
-        theta=_holder("rope_theta", scaling, config).positive("rope_theta", theta),
+        theta=thetas.positive("rope_theta", theta),
         rotary_dim=rotary_dim,
-        factor=factor,
+        factor=_read_factor(scaling, kind, max_positions, original_max),
         original_max_positions=original_max,
-        low_freq_factor=scaling.positive("low_freq_factor", 1.0),
-        high_freq_factor=scaling.positive("high_freq_factor", 4.0),
-        beta_fast=scaling.positive("beta_fast", 32.0),
-        beta_slow=scaling.positive("beta_slow", 1.0),
+        low_freq_factor=scaling.positive("low_freq_factor") if kind == "llama3" else 1.0,
+        high_freq_factor=scaling.positive("high_freq_factor") if kind == "llama3" else 4.0,
+        beta_fast=scaling.optional_positive("beta_fast") or 32.0,
+        beta_slow=scaling.optional_positive("beta_slow") or 1.0,
         attention_factor=scaling.optional_number("attention_factor"),
         mscale=scaling.optional_number("mscale"),
         mscale_all_dim=scaling.optional_number("mscale_all_dim"),
         truncate=scaling.flag("truncate", True),
         short_factors=scaling.numbers("short_factor", rotary_dim // 2) if kind == "longrope" else (),
         long_factors=scaling.numbers("long_factor", rotary_dim // 2) if kind == "longrope" else (),
+    )
+    if kind == "llama3" and spec.high_freq_factor <= spec.low_freq_factor:
+        raise scaling.wrong("high_freq_factor", f"is {spec.high_freq_factor}, `low_freq_factor` is not less")
+    if not is_finite(spec):
+        if kind == "longrope" and original_max == 1:
+            raise originals.wrong(original, "is 1, which this rope type cannot stretch")
+        if kind in ("default", "dynamic") or spec.theta <= 1:
+            raise thetas.wrong("rope_theta", f"is {spec.theta}, which gives no finite frequencies as rope type {kind}")
+        raise config.wrong(field, f"gives no finite frequencies as rope type {kind}")
+    return spec
+
+
+def _read_kind(scaling: Config, renames: Mapping[str, str]) -> str:
+    field = "rope_type" if scaling.get("rope_type") is not None else "type"
+    kind = scaling.get(field)
+    if kind is None:
+        given = [name for name in _SCALES if scaling.get(name) is not None]
+        if given:
+            raise scaling.wrong("rope_type", f"is missing, so it is not known what `{given[0]}` means")
+        return "default"
+    kind = {**_OLD_NAMES, **renames}.get(kind, kind) if isinstance(kind, str) else kind
+    if kind not in KINDS:
+        what = f"rope type {shorten(kind)} is not supported; known: {', '.join(KINDS)}"
+        raise scaling.wrong(field, f"cannot be read: {what}")
+    return kind
+
+
+def _read_factor(scaling: Config, kind: str, max_positions: int, original_max: int) -> float:
+    """Of kinds that stretch, by default from the original length to the present one; of those that always scale it is
+    there."""
+    if kind in ("linear", "llama3") or (kind == "yarn" and original_max == max_positions):
+        return scaling.positive("factor")
+    return scaling.optional_positive("factor") or (
+        max_positions / original_max if kind in ("yarn", "longrope") else 1.0
     )
 
 

@@ -168,6 +168,7 @@ class TensorNames:
     norm: str = "norm"
     head: tuple[str, ...] = ("lm_head",)  # the first that a checkpoint has counts
     transposed: bool = False  # matrices of layers are stored `[in, out]`
+    further: str = ""  # what layers have that are behind the computed ones and predict further tokens: not needed
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)  # patterns: tables that old checkpoints carry
 
 
@@ -187,8 +188,14 @@ class DecoderSpec:
     logits_factor: float = 1.0
     logits_softcap: float | None = None
     head_bias: bool = False
+    exceeds_float16: bool = False  # its hidden states grow beyond what that type holds
     normed_head: bool = False  # rows of the head are divided by their length
     names: TensorNames = TensorNames()
+
+    @property
+    def may_be_longer(self) -> bool:
+        """Than `max_positions`: ALiBi knows distances alone."""
+        return self.learned_positions is None and all(layer.attention.slopes for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ LOST = (
 )
 
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")  # experts of a token
 _BATCH_WIDE_ROPE = ("dynamic", "longrope", "su")
 _TRIAL = ((11, 5, 3, 17, 2, 13, 7), (4, 19, 8, 1, 6))  # tokens of two prompts
 _CLOSE = 0.05  # of the range of the logits: what rounding may do, in 16 bits
@@ -76,6 +77,7 @@ class TransformersModel(Model):
         with torch.device("meta"):  # the type is one in which every op has a shape
             described = _make(self._class, self._config, torch.bfloat16)
         self._num_parameters = sum(parameter.numel() for parameter in described.parameters())
+        self.experts = _count_experts(described, self._config)
         self._takes_logit_tokens = "logits_to_keep" in described.forward.__code__.co_varnames
         head = described.get_output_embeddings()
         self.vocab_size = self._config.vocab_size if head is None else head.weight.shape[0]
@@ -289,6 +291,20 @@ def _ropes(config: Any) -> list[str]:
     return [str(group["rope_type"]) for group in groups if "rope_type" in group]
 
 
+def _count_experts(module: torch.nn.Module, config: Any) -> tuple[int, int, int] | None:
+    """How many there are, how many a token goes to, and the parameters of those it does not go to; None: not known."""
+    chosen = next((found for name in _CHOSEN if isinstance(found := getattr(config, name, None), int)), None)
+    sizes = dict[int, int]()  # of all experts of a module, by their number
+    for each in module.modules():
+        count = getattr(each, "num_experts", None)
+        stacked = [parameter for parameter in each.parameters(recurse=False) if parameter.ndim == 3]
+        if isinstance(count, int) and stacked and all(parameter.shape[0] == count for parameter in stacked):
+            sizes[count] = sizes.get(count, 0) + sum(parameter.numel() for parameter in stacked)
+    if not sizes or chosen is None:
+        return None
+    return max(sizes), chosen, sum(size // count * max(0, count - chosen) for count, size in sizes.items())
+
+
 def _max_positions(config: Any) -> int:
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(config, name, None)
@@ -311,6 +327,8 @@ def _try(module: Any) -> None:
     except NotServed:
         raise
     except Exception as error:
+        if "meta tensor" in str(error):
+            raise NotServed("its code looks at values on the way to decide what to compute") from error
         raise NotServed(f"a trial pass failed: {type(error).__name__}: {str(error)[:200]}") from error
 
 

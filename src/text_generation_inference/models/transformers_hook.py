@@ -2,8 +2,8 @@
 
 `transformers_fallback` owns the models. Modelling code looks a function up by the name in its config; without masks
 under that name none are built. In a trial pass over tensors without values (`look`) they are built all the same, and
-every layer's call is looked at: widths, scale, window, soft cap. What attention over a paged cache would get wrong is
-refused there.
+every layer's call is looked at: widths, scale, window, soft cap, sinks. What attention over a paged cache would get
+wrong is refused there.
 """
 
 from collections.abc import Callable, Generator
@@ -23,6 +23,7 @@ NAME = "tgi_paged"
 
 _FAR = 1 << 20  # a position beyond every window
 _NEAR = (0, 1, 2, 7, 100, 1000)  # and some close to the beginning
+_SINKS = "s_aux"
 _HARMLESS = ("position_ids", "position_embeddings", "cache_position")  # tensors that modelling code hands on unread
 
 
@@ -44,6 +45,7 @@ class Layer:
     scale: float
     window: int | None
     softcap: float | None
+    has_sinks: bool = False  # each head has one more score, without a value, which comes with every call
 
 
 @dataclass(slots=True)
@@ -105,7 +107,8 @@ def attend(
         v = F.pad(v, (0, layer.head_dim - layer.value_dim))
     batch = call.batch if layer.window is None else call.windowed
     q = call.ops.rotary_and_cache(q, k, v, call.no_rotation, batch, k_cache, v_cache)
-    mixed = call.ops.attention(q, k, v, k_cache, v_cache, batch, layer.scale, layer.window, layer.softcap)
+    sinks = kwargs[_SINKS].float().contiguous() if layer.has_sinks else None
+    mixed = call.ops.attention(q, k, v, k_cache, v_cache, batch, layer.scale, layer.window, layer.softcap, sinks=sinks)
     return mixed.view(1, -1, layer.num_heads, layer.head_dim)[..., : layer.value_dim], None
 
 
@@ -151,7 +154,9 @@ def _observe(
         raise NotServed("a layer attends more than once, or does not say which one it is")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise NotServed("it looks at tokens that come later")
-    others = [name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in _HARMLESS]
+    sinks = kwargs.get(_SINKS)
+    known = _HARMLESS if sinks is None or sinks.shape != query.shape[1:2] else (*_HARMLESS, _SINKS)
+    others = [name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in known]
     if others:
         raise NotServed(f"its attention needs `{others[0]}`")
     window = kwargs.get("sliding_window")
@@ -169,6 +174,7 @@ def _observe(
         scale=dim**-0.5 if scale is None else float(scale),
         window=window,
         softcap=None if softcap is None else float(softcap),
+        has_sinks=sinks is not None,
     )
     if key.shape[-1] != dim or layer.value_dim > dim or heads % layer.num_kv_heads:
         raise NotServed(f"its keys and values have shapes {list(key.shape)} and {list(value.shape)}")

@@ -123,7 +123,7 @@ def assign_methods(
 ) -> None:
     """Give each matrix its method. `block_types` are those that a file has matrices in, `computed` those of the ops;
     `is_plain`: whether a checkpoint has the matrix of this name in a type that numbers are computed in."""
-    if quantization is not None and not any(isinstance(module, Matrix) for _, module in model.walk()):
+    if quantization is not None and not has_matrices(model):
         raise StartError("a model that is served through transformers cannot be quantised: leave `quantize` out")
     for prefix, module in model.walk():
         if isinstance(module, Matrix):
@@ -143,6 +143,11 @@ def assign_methods(
                 if scale is not None:
                     module.set_measured(side, scale)
             module.products = quantization.attention_scales(prefix.removesuffix("."), module.softmax_scale)
+
+
+def has_matrices(model: Module) -> bool:
+    """Whether it has some that a method can hold: not if it is served through `transformers`."""
+    return any(isinstance(module, Matrix) for _, module in model.walk())
 
 
 def is_quantized(model: Module) -> bool:

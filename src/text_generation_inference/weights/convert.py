@@ -68,12 +68,7 @@ def convert_gguf(path: Path, folder: Path, progress: Progress = silent) -> bool:
     file = GgufFile.open(path)
     config = read_config(file)
     plans = plan_tensors(file, config)
-    texts = {
-        CONFIG: _to_json(config),
-        "generation_config.json": _to_json(read_generation_config(file, config["vocab_size"])),
-        "tokenizer.json": read_tokenizer(file, config["vocab_size"]).to_str(),
-        "tokenizer_config.json": _to_json(read_tokenizer_config(file, config["max_position_embeddings"])),
-    }
+    texts = describe_gguf(file, config)
     weights = SafetensorsLayout(
         {plan.name: ("F32", plan.shape, 4 * math.prod(plan.shape)) for plan in plans}, {"format": "pt"}
     )
@@ -102,6 +97,16 @@ def convert_gguf(path: Path, folder: Path, progress: Progress = silent) -> bool:
 
     num_bytes = weights.num_bytes + blocks.num_bytes + _SMALL_FILES_BYTES
     return publish_folder(folder, num_bytes, fill, lambda: progress("waiting for another process to convert", 0, 0))
+
+
+def describe_gguf(file: GgufFile, config: dict[str, Any]) -> dict[str, str]:
+    """Every file of its folder but the weights, by name. Raises if there is no tokenizer that can be used."""
+    return {
+        CONFIG: _to_json(config),
+        "generation_config.json": _to_json(read_generation_config(file, config["vocab_size"])),
+        "tokenizer.json": read_tokenizer(file, config["vocab_size"]).to_str(),
+        "tokenizer_config.json": _to_json(read_tokenizer_config(file, config["max_position_embeddings"])),
+    }
 
 
 def _write_tensor(file: GgufFile, plan: TensorPlan, values: BinaryIO, raw: BinaryIO | None) -> Iterator[int]:

@@ -67,4 +67,5 @@ def frequencies_of(theta: float, dim: int, device: torch.device) -> Tensor:
 
 def read_theta(config: Config) -> float:
     """Of the rotation inside a tower, in old files and new ones."""
-    return config.inner("rope_parameters").positive("rope_theta", config.positive("rope_theta", 10000.0))
+    inner = config.inner("rope_parameters")
+    return (config if inner.get("rope_theta") is None else inner).positive("rope_theta", 10000.0)

@@ -71,6 +71,8 @@ def _detect_family(template: ChatTemplate, tokenizer: Tokenizer) -> str:
         if text in source:
             variants = _VARIANTS.get(family, {})
             return next((variant for mark, variant in variants.items() if mark in source), family)
+    if "<|tool|>" in source and tokenizer.id_of("<|tool_call|>") is not None:  # Phi-4-mini, which shows no call
+        return "tagged_list"
     if template.uses_tools:
         if _ACTION.search(source) and "<|START_OF_TURN_TOKEN|>" in source:
             return "cohere"
