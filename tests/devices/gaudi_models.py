@@ -18,6 +18,15 @@ FORMS = {
     "FalconMultiQuery": ("Falcon", {"new_decoder_architecture": False, "multi_query": True}),
 }
 
+# What the published pairs of files leave out, and how they are measured, where it is not the plain pair.
+BLOCKED = {
+    "Mixtral": ["self_attn"],
+    "Phi": ["matmul_qk", "matmul_av", "lm_head"],
+    "Gemma": ["lm_head"],
+    "DeepseekV2": ["lm_head", "k_b_proj", "kv_b_proj", "k_cache", "v_cache"],
+}
+WITH_OUTPUTS = ("Falcon",)
+
 
 def sees(kind: str) -> bool:
     return kind in FAMILIES
@@ -41,10 +50,9 @@ def make_model(kind: str, folder: Path, *, positions: int = 512, is_split: bool 
 
 
 def measure(kind: str, model: Path, folder: Path) -> str:
-    """DeepSeek has a list of its own, as it keeps latents."""
-    blocked = ["lm_head", "k_b_proj", "kv_b_proj", "k_cache", "v_cache"] if kind == "DeepseekV2" else []
     asked = [make_request(n, prompt, NEW) for n, prompt in enumerate(PROMPTS)]
-    return write_quant_config(model, folder, asked, blocked)
+    more = {"measure_exclude": "NONE"} if kind in WITH_OUTPUTS else {}
+    return write_quant_config(model, folder, asked, BLOCKED.get(kind, ()), **more)
 
 
 def _with_positions(folder: Path, positions: int) -> Path:
