@@ -236,6 +236,42 @@ COMMANDS: dict[str, Command] = {
 }
 
 
+class Spawned(NamedTuple):
+    """A line of gaudi_spawn: FP8 with measured scales of Llama 2 70B, through `tgi bench offline`."""
+
+    cards: int
+    inputs: int
+    outputs: int
+    batch: int
+    more: tuple[str, ...] = ("--disk_offload",)
+
+    def words(self, model: str, inputs: int, outputs: int, batch: int) -> list[str]:
+        """With another model, lengths and batch than published."""
+        flags = ["--attn_softmax_bf16", "--use_hpu_graphs", "--trim_logits", "--use_kv_cache", "--limit_hpu_graphs"]
+        flags += ["--bucket_size=128", "--bucket_internal"]
+        sizes = [
+            "--max_new_tokens",
+            str(outputs),
+            "--max_input_tokens",
+            str(inputs),
+            "--bf16",
+            "--batch_size",
+            str(batch),
+        ]
+        return [
+            *("--use_deepspeed", "--world_size", str(self.cards), "--model_name_or_path", model),
+            *(*flags, *sizes, *self.more, "--use_flash_attention", "--flash_attention_recompute"),
+        ]
+
+
+SPAWNED = (
+    Spawned(2, 128, 128, 1750),
+    Spawned(4, 128, 2048, 750, ()),
+    Spawned(2, 2048, 128, 95),
+    Spawned(2, 2048, 2048, 78),
+)
+
+
 def launch(command: Command) -> Launch:
     environment = dict(item.split("=", 1) for item in command.environment.split())
     arguments = [*(["--model-id", command.model] if command.model else []), *command.arguments.split()]
