@@ -109,7 +109,15 @@ def test_a_published_command_answers(name: str, models: dict[str, Path], tmp_pat
     plain.close()
 
 
-def test_a_published_model_that_is_not_served_says_so(tmp_path: Path) -> None:
+MANY = sorted({KINDS[command.model] for command in COMMANDS.values() if command.model and SHARDED in command.arguments})
+
+
+@pytest.mark.parametrize("kind", MANY)
+def test_models_of_eight_cards_can_be_split(kind: str, tmp_path: Path) -> None:
+    judge(make_model(kind, tmp_path / kind, is_split=True), num_ranks=8)
+
+
+def test_a_published_model_that_is_not_served_says_so(models: dict[str, Path], tmp_path: Path) -> None:
     command = COMMANDS[f"3.2 {IDEFICS} bf16"]
     folder = make_model(KINDS[IDEFICS], tmp_path / "idefics")
     with pytest.raises(StartError, match="reads images in a way that is not served yet"):
