@@ -58,8 +58,8 @@ test-hpu:  ## run the device suite on Gaudi cards, write hpu-report.txt (PYTHON:
 
 # What CI runs of it, in seconds: every module is imported, a model answers in lazy mode, without it and in FP8.
 GAUDI_TORCHES ?= 2.7.1 2.9.0
-GAUDI_TESTS ?= tests/unit/test_gaudi_right.py tests/devices/test_hpu_stand_in.py tests/devices/test_hpu.py
-GAUDI_CHECKS := tests/unit/test_gaudi_right.py tests/devices/test_hpu.py -k "gaudi_right or comes or fp8 or experts"
+GAUDI_TESTS ?= tests/unit/test_gaudi_right.py tests/devices/test_hpu_stand_in.py tests/devices/test_hpu.py tests/devices/test_hpu_alone.py
+GAUDI_CHECKS := tests/unit/test_gaudi_right.py tests/devices/test_hpu.py tests/devices/test_hpu_alone.py -k "gaudi_right or comes or fp8 or experts"
 WITH_TORCH = PYTHONPATH=src $(BIN)/python tools/gaudi_torch.py .venv-torch-$* $*
 
 test-gaudi-torch: $(addprefix test-with-torch-,$(GAUDI_TORCHES))  ## the stand-in's tests with the torch of Gaudi's releases and NumPy 1.26 (0.8 GB each; GAUDI_TORCHES="2.6.0 ...")

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from gaudi import STAND_IN
+from gaudi_commands import SPAWNED
+from gaudi_models import make_model, measure
 
 from bench_samples import TINY_CONFIG
 from text_generation_inference.bench.results import Row
@@ -142,21 +145,31 @@ def test_ctrl_c_shows_what_was_measured(tiny: Path, tmp_path: Path) -> None:
     assert not found["complete"] and len(found["rows"]) == 1
 
 
-def test_rows_of_several_cards_on_the_stand_in(tiny: Path) -> None:
-    """The flags of gaudi_spawn. A stand-in's speed says nothing, so nothing is timed there."""
-    emulated = os.pathsep.join([str(Path(__file__).parents[1] / "hpu_emulated"), os.environ.get("PYTHONPATH", "")])
-    words = "--use_deepspeed --world_size 2 --batch_size 2 --max_input_tokens 16 --max_new_tokens 4 --dry-run"
-    more = [
-        "--load-format",
-        "dummy",
-        "--device",
-        "hpu",
-        "--quantize",
-        "fp8",
-        "--kv-cache-dtype",
-        "fp8_e4m3fn",
-        "--quiet",
-    ]
-    done = bench(*words.split(), "--model_name_or_path", str(tiny), *more, PYTHONPATH=emulated, PT_HPU_LAZY_MODE="1")
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A model with a head for each card, and the file that QUANT_CONFIG names."""
+    folder = tmp_path_factory.mktemp("measured")
+    model = make_model("Llama", folder / "llama", is_split=True)
+    return model, measure("Llama", model, folder)
+
+
+@pytest.mark.parametrize(
+    ("place", "inputs", "outputs", "batch"), [(0, 16, 16, 8), (1, 16, 32, 6), (2, 64, 16, 4), (3, 64, 32, 3)]
+)
+def test_published_rows_of_several_cards(
+    measured: tuple[Path, str], place: int, inputs: int, outputs: int, batch: int
+) -> None:
+    """The four published lines of gaudi_spawn with their own flags, lengths and batches aside, on the stand-in, whose
+    speed says nothing: nothing is timed there."""
+    model, quant_config = measured
+    emulated = os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")])
+    row = SPAWNED[place]
+    words = [*row.words(str(model), inputs, outputs, batch), "--device", "hpu", "--dry-run", "--quiet"]
+    given = {"QUANT_CONFIG": quant_config, "TQDM_DISABLE": "1", "PYTHONPATH": emulated, "PT_HPU_LAZY_MODE": "1"}
+    done = bench(*words, **given, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "16/4 x2: 8 tokens on hpu (emulated), not timed\n"
+    tokens = outputs * batch
+    assert done.stdout == f"{inputs}/{outputs} x{batch}: {tokens} tokens on hpu (emulated), not timed\n"
+    if row.cards == 4:  # the file is read
+        missing = bench(*words, **{**given, "QUANT_CONFIG": f"{quant_config}.not"})
+        assert missing.returncode == 1 and "maxabs_quant.json.not" in missing.stderr

@@ -21,6 +21,7 @@ QUESTIONS: dict[int, str] = {
     15: "Does the compile backend keep what layers write into the cache?",
     16: "Is Intel's Neural Compressor there?",
     17: "How long does a start take, and how fast are tokens?",
+    18: "Does a model over two cards, in graphs, give one card's tokens?",
 }
 # Answered by tests and ranks of the report; each other one has a program in hpu_probes.py.
-FROM_SUITE = (1, 10, 14, 15)
+FROM_SUITE = (1, 10, 14, 15, 18)

@@ -21,11 +21,14 @@ from hpu_questions import FROM_SUITE, QUESTIONS
 
 ROOT = Path(__file__).parents[2]
 REPORT = Path("hpu-report.txt")
-SUITE = ["tests/devices/test_hpu.py", "tests/devices/test_bucketed.py"]
+SUITE = ["tests/devices/test_hpu.py", "tests/devices/test_bucketed.py", "tests/devices/test_hpu_pictures.py"]
+ALONE = ["tests/devices/test_hpu_alone.py"]  # each engine in a process of its own, which has the card for itself
+SPLIT = "test_two_cards_give_the_tokens_of_one"
 NEEDED = [
     "torch",
     "msgspec",
     "numpy",
+    "PIL",
     "tokenizers",
     "safetensors",
     "llguidance",
@@ -111,11 +114,22 @@ def describe_machine() -> list[str]:
     return lines + [f"{name}={os.environ[name]}" for name in kept]
 
 
-def run_suite(lazy: bool) -> list[Result]:
+def run_suite(files: list[str], lazy: bool) -> list[Result]:
     """Every test, in one process."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.xml"
-        command = [sys.executable, "-m", "pytest", *SUITE, "--device", "hpu", "-q", f"--junitxml={file}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *files,
+            "--device",
+            "hpu",
+            "-q",
+            "-o",
+            "timeout=3600",
+            f"--junitxml={file}",
+        ]
         done = run(command, PT_HPU_LAZY_MODE="1" if lazy else "0")
         if not file.exists():
             return [Result("the suite", "failed", (done.stdout + done.stderr).strip()[-1500:])]
@@ -176,12 +190,14 @@ def describe(title: str, results: list[Result]) -> tuple[list[str], bool]:
     return lines, counts["failed"] == 0 and not any(late) and (counts["passed"] > 0 or len(results) == 1)
 
 
-def answer_questions(emulated: bool, pair: Result, lazy: list[Result], eager: list[Result]) -> list[str]:
+def answer_questions(
+    emulated: bool, pair: Result, lazy: list[Result], eager: list[Result], alone: list[Result]
+) -> list[str]:
     """Every open question by its number. What the stand-in says is no answer."""
     lines = ["", "Open questions of docs/gaudi.md"]
     for number, question in QUESTIONS.items():
         if number in FROM_SUITE:
-            said = from_suite(number, pair, lazy, eager)
+            said = from_suite(number, pair, lazy, eager, alone)
         else:
             done = run([sys.executable, str(Path(__file__).with_name("hpu_probes.py")), str(number)])
             told = (done.stdout.strip() or "nothing was said").splitlines()[-1]
@@ -190,19 +206,21 @@ def answer_questions(emulated: bool, pair: Result, lazy: list[Result], eager: li
     return lines
 
 
-def from_suite(number: int, pair: Result, lazy: list[Result], eager: list[Result]) -> str:
+def from_suite(number: int, pair: Result, lazy: list[Result], eager: list[Result], alone: list[Result]) -> str:
     """Answers that tests have given already."""
 
     def told(results: list[Result]) -> str:
         failed = sum(result.outcome == "failed" for result in results)
         return f"{sum(result.outcome == 'passed' for result in results)} passed, {failed} failed"
 
+    split = next((each for each in alone if each.name.endswith(SPLIT)), Result(SPLIT, "not run"))
     late = [sum(result.late or 0 for result in results) for results in (lazy, eager)]
     return {
         1: f"{late[0]} in lazy mode, {late[1]} without, were compiled after warm-up",
         10: f"{pair.outcome} {pair.why}".strip(),
         14: f"in lazy mode {told(lazy)}; without {told(eager)}",
         15: f"without lazy mode {told(eager)}",
+        18: f"{split.outcome} {split.why}".strip(),
     }[number]
 
 
@@ -241,12 +259,14 @@ def main() -> int:
     failed = False
     several = emulated or " 1 cards seen" not in card.stdout
     pair = add_up_on_two_cards() if several else Result("two cards add up", "skipped", "one card")
-    lazy, eager = run_suite(lazy=True), run_suite(lazy=False)
-    for title, results in (("Ranks", [pair]), ("Lazy mode, HPU graphs", lazy), ("Eager mode, torch.compile", eager)):
+    lazy, eager = run_suite(SUITE, lazy=True), run_suite(SUITE, lazy=False)
+    alone = run_suite(ALONE, lazy=True)
+    parts = [("Ranks", [pair]), ("Lazy mode, HPU graphs", lazy), ("Eager mode, torch.compile", eager)]
+    for title, results in (*parts, ("Engines in processes of their own, FP8, two cards", alone)):
         described, is_well = describe(title, results)
         lines += described
         failed |= not is_well
-    lines += answer_questions(emulated, pair, lazy, eager)
+    lines += answer_questions(emulated, pair, lazy, eager, alone)
     lines += ["", "Something failed: please send this file." if failed else "All passed: please send this file."]
     write(lines)
     return 1 if failed else 0

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from driving import make_request, make_tiny, random_prompts, run, start
+from driving import make_request, run, start
 from gaudi import STAND_IN, use_stand_in
-from gaudi_commands import ARCHITECTURE, COMMANDS, FP8, IMAGE, LLAMA2_70B, SHARDED, Command, launch
-from measured_fp8 import write_quant_config
+from gaudi_commands import COMMANDS, FP8, IDEFICS, IMAGE, KINDS, LLAMA2_70B, SHARDED, Command, launch
+from gaudi_models import BLOCKED, NEW, PROMPTS, REFUSED, WITH_OUTPUTS, make_model, measure, sees
 from serving import Server
-from vision_oracle import make_oracle
 
 from text_generation_inference.config import ServerConfig, choose_strategy
 from text_generation_inference.engine.build import start_engine
@@ -22,8 +21,6 @@ from text_generation_inference.layers.attention import Attention
 from text_generation_inference.models.registry import judge
 from text_generation_inference.quant.method import Matrix
 
-PROMPTS = random_prompts(200, [140, 3, 40], seed=3)
-NEW = 4
 MOST = {"max_input_tokens": 160, "max_total_tokens": 192, "max_batch_size": 2, "max_batch_prefill_tokens": 192}
 
 
@@ -31,15 +28,18 @@ def kind_of(command: Command) -> tuple[object, ...]:
     """What of a command line decides which code runs, with small limits."""
     config = launch(command).config
     strategy = choose_strategy(config)
-    return ARCHITECTURE[command.model], FP8 in command.environment, config.pt_hpu_lazy_mode, strategy
+    return KINDS[command.model], FP8 in command.environment, config.pt_hpu_lazy_mode, strategy
 
 
-# Of those in FP8 the ones whose layers differ: plain ones, with layer norms and biases, experts, latents, pictures.
-IN_FP8 = ("Llama", "Phi", "GPTBigCode", "Mixtral", "DeepseekV2", "LlavaNext")
+# Of those in FP8 the ones whose layers differ: plain ones, with layer norms and biases, experts, latents, pictures; and
+# the ones with files of their own.
+IN_FP8 = ("Llama", "GPTBigCode", "llava_next", *BLOCKED, *WITH_OUTPUTS)
 STARTS = {
     kind_of(command): name
     for name, command in reversed(COMMANDS.items())
-    if command.model and (FP8 not in command.environment or ARCHITECTURE[command.model] in IN_FP8)
+    if command.model
+    and KINDS[command.model] not in REFUSED
+    and (FP8 not in command.environment or KINDS[command.model] in IN_FP8)
 }
 
 
@@ -50,23 +50,10 @@ def models() -> dict[str, Path]:
     return {}
 
 
-def find_model(models: dict[str, Path], architecture: str, folder: Path) -> Path:
-    if architecture not in models:
-        if architecture == "LlavaNext":
-            models[architecture] = make_oracle("llava_next", folder / architecture).folder
-        elif architecture == "GPTBigCode":
-            models[architecture] = make_tiny(architecture, {"n_positions": 512}, folder / architecture).folder
-        else:
-            models[architecture] = make_tiny(architecture, {}, folder / architecture).folder
-    return models[architecture]
-
-
-def measure(model: Path, folder: Path) -> str:
-    """DeepSeek has a list of its own, as it keeps latents."""
-    blocked = ["lm_head", "k_b_proj", "kv_b_proj", "k_cache", "v_cache"] if "Deepseek" in model.name else []
-    return write_quant_config(
-        model, folder, [make_request(n, prompt, NEW) for n, prompt in enumerate(PROMPTS)], blocked
-    )
+def find_model(models: dict[str, Path], kind: str, folder: Path) -> Path:
+    if kind not in models:
+        models[kind] = make_model(kind, folder / kind, positions=2048 if sees(kind) else 512)
+    return models[kind]
 
 
 def scale_down(config: ServerConfig, **changes: object) -> ServerConfig:
@@ -82,11 +69,12 @@ def test_a_published_command_answers(name: str, models: dict[str, Path], tmp_pat
     command = COMMANDS[name]
     if device_name != "cpu" or "LAZY_MODE=0" in command.environment:
         pytest.skip("with the stand-in, in lazy mode; test_hpu.py has eager mode")
-    folder = find_model(models, ARCHITECTURE[command.model], tmp_path)
+    kind = KINDS[command.model]
+    folder = find_model(models, kind, tmp_path)
     judge(folder, num_ranks=min(2, launch(command).config.num_shard or 1))
     changes: dict[str, object] = {"model_id": str(folder), "cache_dir": str(tmp_path)}
     is_fp8 = FP8 in command.environment
-    changes |= {"quant_config": measure(folder, tmp_path)} if is_fp8 else {"dtype": "float32"}
+    changes |= {"quant_config": measure(kind, folder, tmp_path)} if is_fp8 else {"dtype": "float32"}
     config = scale_down(launch(command).config, **changes)
     asked = [make_request(n, prompt, NEW) for n, prompt in enumerate(PROMPTS)]
     again = [make_request(10, [*PROMPTS[0], 7, 9], NEW)]  # begins like the first
@@ -105,15 +93,35 @@ def test_a_published_command_answers(name: str, models: dict[str, Path], tmp_pat
             modules = [module for _, module in engine.rank.runner.model.walk()]
             assert sum(isinstance(getattr(module, "weight", None), Fp8Weight) for module in modules) > 4
             attentions = [module for module in modules if isinstance(module, Attention)]  # none where latents are kept
-            assert all(attention.in_fp8 is not None for attention in attentions)
+            blocked = BLOCKED.get(kind, ())
+            left_out = {"self_attn", "matmul_qk"} & {*blocked}
+            assert all((attention.in_fp8 is None) == bool(left_out) for attention in attentions)
             heads = [module for module in modules if isinstance(module, Matrix) and module.is_head]
-            assert [isinstance(head.weight, Fp8Weight) for head in heads] == [bool(attentions)]
+            in_fp8 = [
+                head for head in heads if isinstance(head.weight, Fp8Weight)
+            ]  # a tied one that is left out is none
+            assert len(in_fp8) == ("lm_head" not in blocked)
             return
     finally:
         engine.close()
     plain = start(folder, device="cpu", custom_kernels=False)
     assert [output.token_ids for output in found] == [output.token_ids for output in run(plain, asked + again)]
     plain.close()
+
+
+MANY = sorted({KINDS[command.model] for command in COMMANDS.values() if command.model and SHARDED in command.arguments})
+
+
+@pytest.mark.parametrize("kind", MANY)
+def test_models_of_eight_cards_can_be_split(kind: str, tmp_path: Path) -> None:
+    judge(make_model(kind, tmp_path / kind, is_split=True), num_ranks=8)
+
+
+def test_a_published_model_that_is_not_served_says_so(models: dict[str, Path], tmp_path: Path) -> None:
+    command = COMMANDS[f"3.2 {IDEFICS} bf16"]
+    folder = make_model(KINDS[IDEFICS], tmp_path / "idefics")
+    with pytest.raises(StartError, match="reads images in a way that is not served yet"):
+        start_engine(scale_down(launch(command).config, model_id=str(folder)))
 
 
 def test_a_model_that_is_missing_is_an_error(models: dict[str, Path], tmp_path: Path) -> None:
@@ -137,7 +145,7 @@ def test_a_whole_command(models: dict[str, Path], tmp_path: Path, device_name: s
     for flag, most in (("input-tokens", 160), ("total-tokens", 192), ("batch-size", 2), ("batch-prefill-tokens", 256)):
         words[words.index(f"--max-{flag}") + 1] = str(most)
     given = {**IMAGE, **dict(item.split("=", 1) for item in command.environment.split())}
-    given |= {"SKIP_TOKENIZER_IN_TGI": "true", "QUANT_CONFIG": measure(folder, tmp_path)}
+    given |= {"SKIP_TOKENIZER_IN_TGI": "true", "QUANT_CONFIG": measure("Llama", folder, tmp_path)}
     given |= {"MAX_TOTAL_TOKENS": "192", "BATCH_BUCKET_SIZE": "2", "HF_HOME": str(tmp_path)}
     paths = os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")])
     running = Server("--model-id", str(folder), *words, cache=tmp_path, **{**given, "PYTHONPATH": paths})

@@ -16,14 +16,13 @@ import torch
 from driving import Tiny, make_request, make_tiny, random_prompts, run, start
 from gaudi import run_with_stand_in
 from hpu_batches import HEADS, LIMITS, SIZE, Called, Made, close
+from hpu_engines import SAMPLED, requests, sampled_requests
 from hpu_pieces import gathered
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from measured_fp8 import write_quant_config
 from torch import Tensor
 
 from text_generation_inference.config import ServerConfig
-from text_generation_inference.engine.build import Engine
 from text_generation_inference.errors import ResourceError, StartError
 from text_generation_inference.kernels import block_lists, fp8, low_bit, reference
 from text_generation_inference.kernels.block_lists import (
@@ -374,9 +373,6 @@ def test_experts(hpu, per_call):
 
 # -- the engine ------------------------------------------------------------------------------------------------------
 
-SAMPLED = {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.2}
-LENGTHS = [1, 2, 5, 17, 40, 90, 128, 16]
-
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
@@ -395,31 +391,6 @@ def on_cpu(tiny: Tiny) -> dict[str, list[list[int]]]:
             found["sampled"] = [output.token_ids for output in run(engine, sampled_requests())]
         engine.close()
     return found
-
-
-def requests(**params):
-    prompts = random_prompts(320, LENGTHS, seed=3)
-    return [make_request(n, prompt, 9, **params, seed=50 + n) for n, prompt in enumerate(prompts)]
-
-
-EVERY_WAY = [
-    SAMPLED,
-    {"do_sample": True, "presence_penalty": 1.0, "frequency_penalty": 0.5},
-    {"typical_p": 0.6, "watermark": True},
-    {"min_p": 0.05, "logit_bias": {7: 4.0, 9: -100.0}},
-    {"top_p": 0.9, "top_n_tokens": 2},
-    {"repetition_penalty": 1.5, "top_n_sigma": 1.0},
-    {"min_tokens": 5, "stop_token_ids": list(range(300)), "temperature": 1.3},
-    {},
-]
-
-
-def sampled_requests():
-    """One of each, twice, so that each meets others."""
-    prompts = random_prompts(320, LENGTHS, seed=3)
-    return [
-        make_request(n, prompts[(n + n // 8) % 8], 9, **EVERY_WAY[n % 8], seed=50 + n) for n in range(2 * len(LENGTHS))
-    ]
 
 
 SETTINGS = {
@@ -631,24 +602,6 @@ def test_the_stand_in_is_not_chosen_by_itself(hpu, tmp_path):
     device.close()
 
 
-def run_eager(folder: str) -> None:
-    """Without lazy mode, in a process of its own: graphs of torch.compile, and matrices in FP8."""
-    wanted = requests()[:5]
-    limits = {**LIMITS, "max_batch_size": 1, "max_total_tokens": 60, "pt_hpu_lazy_mode": False}
-    engine = start(Path(folder), device="hpu", limit_hpu_graph=True, **limits)  # which is about captured graphs alone
-    count = engine.rank.device.bridge.count_compilations
-    warm = count()
-    found = [[output.token_ids for output in run(engine, some)] for some in (wanted, sampled_requests()[:5])]
-    stats = engine.rank.bucket_stats
-    # `warm`: programs of sampling for one row, two that keep its tokens, and for each of the shapes those of layers and of
-    # what all layers read. None is in pieces.
-    breaks = dict(torch._dynamo.utils.counters["graph_break"])
-    print(found, warm, stats.num_planned, stats.num_captured == stats.num_planned, count() - warm, breaks)
-    engine = start(Path(folder), device="hpu", dtype=None, quantize="fp8", enable_hpu_graph=False, **limits)
-    outputs = run(engine, wanted)
-    print([output.error for output in outputs if output.error], [output.logprobs[0] for output in outputs])
-
-
 def count_eager(*folders: str) -> None:
     """Ops on lists alone of a step without lazy mode, of decoding and of prompts, for each model."""
     from habana_frameworks.torch._card import card
@@ -694,90 +647,6 @@ def test_lists_are_read_once_in_a_pass_without_lazy_mode_too(hpu, tmp_path):
     lines = run_with_stand_in(program, PT_HPU_LAZY_MODE="0").splitlines()[-4:]
     assert lines[0] == lines[1] and lines[2] == lines[3]
     assert all(int(number) > 0 for line in lines for number in line.split())
-
-
-def test_eager_mode_and_matrices_in_fp8(hpu, tiny, on_cpu):
-    if not hpu.bridge.emulated or not hpu.supports_fp8:
-        pytest.skip("this process has the card already, or it has no FP8")
-    program = f"import test_hpu; test_hpu.run_eager({str(tiny.folder)!r})"
-    first, second = run_with_stand_in(program, PT_HPU_LAZY_MODE="0").splitlines()[-2:]
-    assert first == f"{[on_cpu['plain'][:5], on_cpu['sampled'][:5]]} 27 3 True 0 {{}}"
-    assert second.startswith("[] ")
-    engine = start(tiny.folder, device="cpu", **LIMITS)
-    expected = [output.logprobs[0] for output in run(engine, requests()[:5])]
-    engine.close()
-    found = [float(value) for value in second[3:].strip("[]").split(", ")]
-    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 0.5
-
-
-def scores_of(folder: Path, device: str, **chosen: object) -> tuple[list[list[list[float]]], Engine]:
-    """Of each request: the scores of its prompt, its tokens, and their scores; and the engine, which is closed."""
-    engine = start(folder, device=device, **{**LIMITS, **chosen})
-    count = engine.rank.device.bridge.count_compilations if device == "hpu" else lambda: 0
-    before = count()
-    prompts = random_prompts(320, LENGTHS, seed=3)
-    outputs = run(engine, [make_request(n, p, 6, decoder_input_details=n < 4) for n, p in enumerate(prompts)])
-    assert count() == before
-    engine.close()
-    scores = [list(each.prompt_logprobs.values()) if each.prompt_logprobs else [] for each in outputs]
-    return [[of, each.token_ids, each.logprobs] for of, each in zip(scores, outputs, strict=True)], engine
-
-
-def run_measured(folder: str, quant_config: str, lazy: bool) -> None:
-    """In a process of its own, for the mode is read once."""
-    scores, engine = scores_of(Path(folder), "hpu", quant_config=quant_config, pt_hpu_lazy_mode=lazy)
-    model = engine.rank.runner.model
-    print({type(layer.attention.in_fp8).__name__ for layer in model.model.layers}, type(model.head.weight).__name__)
-    print(json.dumps(scores))
-
-
-@pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
-def test_measured_fp8(hpu, tiny, tmp_path, lazy):
-    """Products of attention and the head too: near to the definition on a CPU."""
-    if not hpu.bridge.emulated or not hpu.supports_fp8:
-        pytest.skip("this process has the card already, or it has no FP8")
-    generation = {"device_for_scales": "GAUDI2"} if hpu.fp8_max == 240.0 else {}
-    path = write_quant_config(tiny.folder, tmp_path, requests(), scale_method="maxabs_pow2", **generation)
-    program = f"import test_hpu; test_hpu.run_measured({str(tiny.folder)!r}, {path!r}, {lazy})"
-    kinds, found = run_with_stand_in(program, PT_HPU_LAZY_MODE=str(int(lazy))).splitlines()[-2:]
-    assert kinds == "{'CardAttentionScales'} StaticFp8Weight"
-    plain, expected = (scores_of(tiny.folder, "cpu", **more)[0] for more in ({}, {"quant_config": path}))
-    off, noise = (
-        torch.tensor([abs(a - b) for pair in zip(some, expected, strict=True) for a, b in together(*pair)])
-        for some in (json.loads(found), plain)
-    )
-    assert noise.mean() > 0.005 and len(off) > 40 and off.mean() < 0.5 * noise.mean()
-
-
-def together(some: list[list[float]], others: list[list[float]]) -> list[tuple[float, float]]:
-    """Scores of both, as far as they have the same tokens."""
-    pairs = list(zip(some[0], others[0], strict=True))
-    for token, other, *scores in zip(some[1], others[1], some[2], others[2], strict=True):
-        if token != other:
-            break
-        pairs.append((scores[0], scores[1]))
-    return pairs
-
-
-def run_scored(folder: str, lazy: bool) -> None:
-    """In a process of its own: programs of one row that another engine has met are there for the next one."""
-    limits = {"max_batch_size": 4, "max_total_tokens": 96, "max_batch_total_tokens": 1024}
-    steps = {"bucket_strategy": "linear", "batch_bucket_size": 4, "prefill_batch_bucket_size": 4}
-    engine = start(Path(folder), device="hpu", pt_hpu_lazy_mode=lazy, **limits, **steps)
-    count, plan = engine.rank.device.bridge.count_compilations, engine.rank.runner.steps.plan
-    before, ways = count(), [{}, {"do_sample": True, "top_p": 0.9}, {"repetition_penalty": 1.3}, {"top_n_tokens": 3}]
-    for number, way in enumerate(ways):
-        run(engine, [make_request(number, list(range(1, 20)), 3, decoder_input_details=True, seed=1, **way)])
-    print(min(bucket.batch for bucket in plan.decode), count() - before, engine.rank.bucket_stats.num_unplanned)
-
-
-@pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
-def test_a_scored_prompt_chooses_for_one_row(hpu, tiny, lazy):
-    """Which is met in warming up where no shape of the plan has one row, too."""
-    if not hpu.bridge.emulated:
-        pytest.skip("this process has the card already")
-    program = f"import test_hpu; test_hpu.run_scored({str(tiny.folder)!r}, {lazy})"
-    assert run_with_stand_in(program, PT_HPU_LAZY_MODE=str(int(lazy))).splitlines()[-1] == "4 0 0"
 
 
 def test_nothing_is_queued_behind_a_step_that_could_not_be(hpu):

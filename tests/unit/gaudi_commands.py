@@ -1,5 +1,7 @@
 """The published command lines for Gaudi, of three releases, as they are, and what of ours computes their models.
 
+A model that a page names without a line of its own has the page's form for any model.
+
 What `docker run` is told itself (`--runtime`, `-p`, `-v`) is left out; `-e` is the environment; what the image sets is
 added.
 """
@@ -21,6 +23,12 @@ IMAGE = {
 LLAMA2_7B, LLAMA2_70B = "meta-llama/Llama-2-7b-chat-hf", "meta-llama/Llama-2-70b-chat-hf"
 LLAMA31_8B, LLAMA31_70B = "meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3.1-70B-Instruct"
 LLAMA33_70B, LLAVA = "meta-llama/Llama-3.3-70B-Instruct", "llava-hf/llava-v1.6-mistral-7b-hf"
+LLAMA3_70B, README_8B = "meta-llama/Meta-Llama-3-70B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"
+MISTRAL, MIXTRAL = "mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mixtral-8x7B-Instruct-v0.1"
+CODE_LLAMA, GEMMA = "codellama/CodeLlama-13b-hf", "google/gemma-7b-it"
+STARCODER, STARCODER2 = "bigcode/starcoder", ("bigcode/starcoder2-15b", "bigcode/starcoder2-3b")
+FALCON_180B, QWEN2_72B = "tiiuae/falcon-180B-chat", "Qwen/Qwen2-72B-Instruct"
+IDEFICS = "HuggingFaceM4/idefics-9b"  # refused, with the reason
 
 FP8 = "QUANT_CONFIG=./quantization_config/maxabs_quant.json"
 TOKEN = "HF_TOKEN=hf_abc"
@@ -60,23 +68,47 @@ SMALL_SIZES, LARGE_SIZES, IMAGE_SIZES = (32, 2, 256), (256, 4, 64), (1, 1, None)
 SMALL_LIMITS, LARGE_LIMITS, IMAGE_LIMITS = (1024, 2048, 32, 2048), (1024, 2048, 256, 4096), (4096, 8192, 4, 16384)
 START = (1024, 2048, 32, 4096)  # the batch and the prompt tokens of a step are the device's
 
-# Which file of ours computes each, and models of the validated tables beyond those of the long command lines.
-ARCHITECTURE = {
-    **dict.fromkeys((LLAMA2_7B, LLAMA2_70B, LLAMA31_8B, LLAMA31_70B, LLAMA33_70B), "Llama"),
-    **dict.fromkeys(("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-70b-hf", "codellama/CodeLlama-13b-hf"), "Llama"),
-    LLAVA: "LlavaNext",
-    "mistralai/Mistral-7B-Instruct-v0.3": "Mistral",
-    "mistralai/Mixtral-8x7B-Instruct-v0.1": "Mixtral",
-    "tiiuae/falcon-180B-chat": "Falcon",
-    "Qwen/Qwen2-72B-Instruct": "Qwen2",
-    "bigcode/starcoder": "GPTBigCode",
-    "bigcode/starcoder2-15b": "Starcoder2",
-    "google/gemma-7b-it": "Gemma",
-    "microsoft/phi-2": "Phi",
+# What of ours computes each: a kind of `tests/devices/gaudi_models.py`.
+KINDS = {
+    **dict.fromkeys((LLAMA2_7B, LLAMA2_70B, LLAMA3_70B, LLAMA31_8B, LLAMA31_70B, LLAMA33_70B), "Llama"),
+    **dict.fromkeys(("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-70b-hf", README_8B, CODE_LLAMA), "Llama"),
+    MISTRAL: "Mistral",
+    MIXTRAL: "Mixtral",
+    FALCON_180B: "Falcon",
+    "tiiuae/falcon-7b-instruct": "FalconMultiQuery",
+    **dict.fromkeys((QWEN2_72B, "Qwen/Qwen2-7B-Instruct"), "Qwen2"),
+    STARCODER: "GPTBigCode",
+    **dict.fromkeys(STARCODER2, "Starcoder2"),
+    GEMMA: "Gemma",
+    **dict.fromkeys(("microsoft/phi-2", "microsoft/phi-1_5"), "Phi"),
     "deepseek-ai/DeepSeek-V2-Lite": "DeepseekV2",
+    "facebook/opt-125m": "OPT",
+    "openai-community/gpt2": "GPT2LMHeadModel",
+    "EleutherAI/gpt-j-6b": "GPTJ",
+    LLAVA: "llava_next",
+    "meta-llama/Llama-3.2-11B-Vision-Instruct": "mllama",
+    IDEFICS: "idefics",
+    "HuggingFaceM4/idefics2-8b": "idefics2",
+    "HuggingFaceM4/Idefics3-8B-Llama3": "idefics3",
+    "Qwen/Qwen2-VL-2B-Instruct": "qwen2_vl",
+    "Qwen/Qwen2.5-VL-7B-Instruct": "qwen2_5_vl",
 }
-VALIDATED = [LLAMA33_70B, *(model for model in ARCHITECTURE if not model.startswith(("meta-llama", "llava")))]
-MANY_CARDS = (LLAMA33_70B, "tiiuae/falcon-180B-chat", "Qwen/Qwen2-72B-Instruct")
+# Those that know fewer positions than the lines would give them.
+POSITIONS = {
+    **dict.fromkeys((FALCON_180B, "tiiuae/falcon-7b-instruct", "microsoft/phi-2", "microsoft/phi-1_5"), 2048),
+    **dict.fromkeys(("facebook/opt-125m", "EleutherAI/gpt-j-6b"), 2048),
+    "openai-community/gpt2": 1024,
+}
+# On 3.2's pages: named with both precisions; named alone; too large for one card; on one card and on several.
+VALIDATED = [
+    *(LLAMA33_70B, LLAMA3_70B, CODE_LLAMA, MISTRAL, MIXTRAL, FALCON_180B, QWEN2_72B, STARCODER, *STARCODER2, GEMMA),
+    *("microsoft/phi-2", "deepseek-ai/DeepSeek-V2-Lite"),
+]
+LONG = (LLAMA2_7B, LLAMA2_70B, LLAMA31_8B, LLAMA31_70B, LLAVA)  # those with long command lines
+NAMED = [model for model in KINDS if not model.startswith("meta-llama/Llama-2-") and model not in (*LONG, *VALIDATED)]
+NAMED.remove(README_8B)
+MANY_CARDS = (LLAMA33_70B, LLAMA3_70B, FALCON_180B, QWEN2_72B)
+BOTH = [LLAMA2_7B, LLAMA31_8B, CODE_LLAMA, MISTRAL, MIXTRAL, STARCODER, *STARCODER2, GEMMA, LLAVA]
 
 
 COMMANDS: dict[str, Command] = {
@@ -166,13 +198,32 @@ COMMANDS: dict[str, Command] = {
         )
     },
     "3.2 llava fp8 eight cards": Command(LLAVA, f"{FP8} {IMAGES}", f"{SHARDED} {B_IMAGES}", IMAGE_LIMITS, IMAGE_SIZES),
-    # release 3.2: every other model that its pages name, as they are started there
+    # the README of release 3.2's sources
+    **{
+        f"3.2 readme {name}": Command(
+            README_8B,
+            f"LOG_LEVEL=debug {TOKEN}",
+            f"{cards}--max-input-tokens 512 --max-total-tokens 1024 --max-batch-size {batch}"
+            " --max-batch-prefill-tokens 2048",
+            (512, 1024, batch, 2048),
+        )
+        for name, cards, batch in (("eight cards", f"{SHARDED} ", 8), ("one card", "", 4))
+    },
+    # release 3.2: the models that its pages name without a line, in the form that the pages give for any model
     **{
         f"3.2 {model} {precision}": Command(
             model, f"{quantised}{TOKEN}", SHARDED if model in MANY_CARDS else "", (4095, 4096, 32, 4096)
         )
-        for model in VALIDATED
+        for model in (*VALIDATED, *NAMED)
         for precision, quantised in (("bf16", ""), ("fp8", f"{FP8} "))
+        if model in VALIDATED or not quantised
+    },
+    # those that the pages name for several cards as well; Starcoder 2 in bfloat16 alone
+    **{
+        f"3.2 {model} {precision} eight cards": Command(model, f"{quantised}{TOKEN}", SHARDED, (4095, 4096, 32, 4096))
+        for model in BOTH
+        for precision, quantised in (("bf16", ""), ("fp8", f"{FP8} "))
+        if not (quantised and model in (*STARCODER2, LLAVA)) and (quantised or model != LLAMA31_8B)
     },
     # release 3.3: exponential shapes
     "3.3 benchmark": Command(
@@ -183,6 +234,42 @@ COMMANDS: dict[str, Command] = {
         (512, 1536, 256, 131072),
     ),
 }
+
+
+class Spawned(NamedTuple):
+    """A line of gaudi_spawn: FP8 with measured scales of Llama 2 70B, through `tgi bench offline`."""
+
+    cards: int
+    inputs: int
+    outputs: int
+    batch: int
+    more: tuple[str, ...] = ("--disk_offload",)
+
+    def words(self, model: str, inputs: int, outputs: int, batch: int) -> list[str]:
+        """With another model, lengths and batch than published."""
+        flags = ["--attn_softmax_bf16", "--use_hpu_graphs", "--trim_logits", "--use_kv_cache", "--limit_hpu_graphs"]
+        flags += ["--bucket_size=128", "--bucket_internal"]
+        sizes = [
+            "--max_new_tokens",
+            str(outputs),
+            "--max_input_tokens",
+            str(inputs),
+            "--bf16",
+            "--batch_size",
+            str(batch),
+        ]
+        return [
+            *("--use_deepspeed", "--world_size", str(self.cards), "--model_name_or_path", model),
+            *(*flags, *sizes, *self.more, "--use_flash_attention", "--flash_attention_recompute"),
+        ]
+
+
+SPAWNED = (
+    Spawned(2, 128, 128, 1750),
+    Spawned(4, 128, 2048, 750, ()),
+    Spawned(2, 2048, 128, 95),
+    Spawned(2, 2048, 2048, 78),
+)
 
 
 def launch(command: Command) -> Launch:

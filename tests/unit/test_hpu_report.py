@@ -61,19 +61,27 @@ def test_the_open_questions_of_the_documentation_are_those_of_the_report(report:
     assert [(int(number), question) for number, question in listed] == list(QUESTIONS.items())
 
 
+def test_the_files_and_the_test_that_are_named_exist(report: dict[str, Any]) -> None:
+    root = REPORT.parents[2]
+    texts = [(root / file).read_text() for file in (*report["SUITE"], *report["ALONE"])]
+    assert f"def {report['SPLIT']}(" in texts[-1]
+
+
 def test_what_the_stand_in_says_is_no_answer(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     result, answer = report["Result"], report["answer_questions"]
     pair, passed = result("two cards add up", "passed"), result("a", "passed", late=0)
     late, failed = result("b", "passed", late=2), result("c", "failed", "x")
     done = report["subprocess"].CompletedProcess([], 0, "a warning\nwhat the card said\n", "")
     monkeypatch.setitem(answer.__globals__, "run", lambda program: done)
-    lines = answer(False, pair, [passed, failed], [late])
+    split = result("test_hpu_alone::test_two_cards_give_the_tokens_of_one", "skipped", "there is one card")
+    lines = answer(False, pair, [passed, failed], [late], [passed, split])
     answers = {int(a.split(".")[0]): b.strip() for a, b in zip(lines[2::2], lines[3::2], strict=True)}
     assert sorted(answers) == sorted(QUESTIONS)
     assert answers[1] == "0 in lazy mode, 2 without, were compiled after warm-up"
+    assert answers[18] == "skipped there is one card"
     assert answers[14] == "in lazy mode 1 passed, 1 failed; without 1 passed, 0 failed"
     assert {answers[number] for number in QUESTIONS if number not in FROM_SUITE} == {"what the card said"}
-    emulated = answer(True, pair, [passed], [passed])
+    emulated = answer(True, pair, [passed], [passed], [])
     assert all(line.strip().startswith("emulated, not an answer: ") for line in emulated[3::2])
     done.returncode, done.stderr = 1, "no card"
-    assert "     the probe failed: no card" in answer(False, pair, [passed], [passed])
+    assert "     the probe failed: no card" in answer(False, pair, [passed], [passed], [])
