@@ -64,7 +64,7 @@ class Architecture:
     scales_positions: bool = True  # knows linear, yarn and Llama 3's scaling, as Llama does
     rotates_part: bool = False  # fewer dimensions of a head than it has may be rotated
     latent: bool = False  # keys and values of all heads are made of one latent
-    expert_biases: bool = False  # of all experts in one tensor, gates and ups taking turns
+    expert_biases: bool = False  # of all experts in one tensor
     read: Callable[[GgufFile, Fields], Fields] = lambda file, config: {}
 
     @property

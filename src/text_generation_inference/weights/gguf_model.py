@@ -227,20 +227,13 @@ class _Planner:
         return TensorPlan(f"{target}.weight", self.shapes["attn_kv_b"], None, make=join)
 
     def plan_expert_biases(self, layer: int) -> list[TensorPlan]:
+        """From one tensor for all experts."""
         count, target = count_experts(self.config), f"{self.arch.layer.format(layer)}.mlp.experts"
-        hidden, inner = self.config["hidden_size"], self.config["intermediate_size"]
-        stored = f"blk.{layer}.ffn_{{}}_exps.bias"
-        gate, up = (self.take(stored.format(part), (count, inner)) for part in ("gate", "up"))
-
-        def take_turns() -> np.ndarray:
-            assert gate is not None and up is not None
-            values = [to_float32(self.file.rows(each), each.type_name) for each in (gate, up)]
-            return np.stack(values, axis=-1).reshape(count, 2 * inner)
-
-        return [
-            TensorPlan(f"{target}.gate_up_proj_bias", (count, 2 * inner), None, make=take_turns),
-            self.plan(stored.format("down"), f"{target}.down_proj_bias", (count, hidden)),
-        ]
+        plans: list[TensorPlan] = []
+        for part, (rows, _) in expert_shapes(self.config).items():
+            name = f"{target}.{{}}.{part.removeprefix('ffn_')}_proj.bias"
+            plans += self.plan_rows(f"blk.{layer}.{part}_exps.bias", name, (count, rows))
+        return plans
 
     def plan_experts(self, layer: int, part: str, name: str) -> list[TensorPlan]:
         """From one tensor for all experts, or, in older files, from one for each."""
