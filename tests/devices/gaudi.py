@@ -15,13 +15,15 @@ def use_stand_in() -> None:
     os.environ["PT_HPU_LAZY_MODE"] = "1"
 
 
-def run_with_stand_in(program: str, **environment: str) -> str:
-    """Standard output of a Python program in a process of its own: the mode and the card are read once."""
+def run_with_stand_in(program: str, **environment: str | None) -> str:
+    """Standard output of a Python program in a process of its own: the mode and the card are read once. None: that
+    variable is not set."""
     found = [STAND_IN, Path(__file__).parent, Path(__file__).parents[1] / "models", os.environ.get("PYTHONPATH", "")]
     paths = os.pathsep.join(str(path) for path in found if str(path))
+    surroundings = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
+        env={name: text for name, text in surroundings.items() if text is not None},
         capture_output=True,
         text=True,
         timeout=300,

@@ -621,6 +621,34 @@ def test_without_a_card(hpu, monkeypatch):
         bridge.load_bridge.__wrapped__(not hpu.bridge.lazy)
 
 
+ASK_FOR_LAZY_MODE = """if True:
+    import sys
+    sys.stderr = sys.stdout
+    import torch
+    assert "habana_frameworks.torch" in sys.modules, "it came with torch"
+    from text_generation_inference.config import ServerConfig, prepare_process
+    from text_generation_inference.errors import StartError
+    from text_generation_inference.kernels.hpu.bridge import load_bridge
+    for lazy in (True, None, False):
+        prepare_process(ServerConfig(device="hpu", pt_hpu_lazy_mode=lazy))
+        print(f"{lazy}:")
+        try:
+            print(load_bridge(lazy).lazy)
+        except StartError as error:
+            print("error", error)
+"""
+
+
+def test_software_that_came_eager_with_torch(hpu):
+    """To a program that has imported torch before anybody could ask for lazy mode: never silently."""
+    if not hpu.bridge.emulated:
+        pytest.skip("of a process with the stand-in")
+    told = run_with_stand_in(ASK_FOR_LAZY_MODE, PT_HPU_LAZY_MODE=None).splitlines()
+    said = "habana_frameworks runs in eager mode, without HPU graphs, and lazy mode was wanted: it was imported,"
+    assert told[0] == "True:" and told[1].startswith(f"error {said}") and "PT_HPU_LAZY_MODE=1" in told[1]
+    assert told[2] == "None:" and told[3].startswith(said) and told[4:] == ["False", "False:", "False"]
+
+
 def test_the_stand_in_is_not_chosen_by_itself(hpu, tmp_path):
     from text_generation_inference.devices.device import choose_device
 

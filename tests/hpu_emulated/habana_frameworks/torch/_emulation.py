@@ -10,7 +10,7 @@ from habana_frameworks.torch._card import card
 # On some virtual machines oneDNN's AMX code for small bfloat16 products ends the process; it reads this at first use.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-LAZY = os.environ.get("PT_HPU_LAZY_MODE", "1") != "0"  # read once, as the real one does
+LAZY = os.environ.get("PT_HPU_LAZY_MODE", "0") != "0"  # read once, as the real one does; newer releases are eager
 GENERATION = os.environ.get("EMULATED_GAUDI", "Gaudi2")
 assert GENERATION in ("Gaudi", "Gaudi2", "Gaudi3"), GENERATION
 FP8_MAX = 448.0 if GENERATION == "Gaudi3" else 240.0
