@@ -26,6 +26,7 @@ from text_generation_inference.config import ServerConfig
 from text_generation_inference.engine.build import Engine
 from text_generation_inference.errors import ResourceError, StartError
 from text_generation_inference.kernels import block_lists, fp8, low_bit, reference
+from text_generation_inference.kernels.batch import PagedMeta
 from text_generation_inference.kernels.block_lists import (
     PromptParts,
 )
@@ -257,6 +258,18 @@ def test_fp8_cache(hpu, fp8_ops):
     found = hpu.ops.attention(q, k, v, *there, batch, 0.25, kv_scales=scales)
     caches = [cache.cpu() for cache in there]
     close(found, block_lists.decode_attention(expected_q, *caches, made.batch, 0.25, kv_scales=scales), 1e-4)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_what_is_cached_beyond_the_range_is_brought_into_it(hpu, fp8_ops, padded):
+    """A plain cast gives no number there, in steps that are not padded too."""
+    made = Made(hpu, [130, 7], 2, True, blocks=4, **HEADS)
+    (q, k, v, table), batch, _ = made.on(hpu)
+    batch = batch if padded else replace(batch, meta=PagedMeta(torch.zeros(2, 1), 2, [], [], 130))
+    caches = [hpu.zeros(tuple(made.k_cache.shape), torch.uint8).view(fp8.FP8) for _ in range(2)]
+    hpu.ops.rotary_and_cache(q, k, v, table, batch, *caches, (1e-3, 1e-3))
+    for cache in caches:
+        assert cache.cpu().float().abs().max() == hpu.fp8_max
 
 
 def make_scales(made: Made, fp8_max: float) -> fp8.AttentionScales:

@@ -79,4 +79,5 @@ class Books:
 
 
 card.set("lazy", LAZY)
+card.set("short_e4m3", FP8_MAX < 448)
 books = Books()
