@@ -78,12 +78,13 @@ def test_an_input_that_no_op_reads_is_copied_at_the_first_hit(books):
     module = torch.nn.Module()
     module.forward = lambda x, unread: x * unread.shape[0]
     wrap(module)
-    before, unread = books.compilations, torch.zeros(3)
+    before, unread, counted = books.compilations, torch.zeros(3), books.unread_inputs
     counts = []
     for _ in range(4):
         assert module(torch.ones(2), unread).tolist() == [3, 3]
         counts.append(books.compilations - before)
     assert counts == [1, 2, 2, 2], "captured, then the copy, then nothing new"
+    assert books.unread_inputs == counted + 1
 
 
 @torch.inference_mode()

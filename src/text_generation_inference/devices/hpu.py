@@ -28,7 +28,6 @@ from text_generation_inference.devices.hpu_graphs import (
     PackedInputs,
     PaddedPass,
     PureFunction,
-    ReadInputs,
     allow_many_shapes,
     by_layer,
     compiled,
@@ -259,8 +258,6 @@ class HpuDevice(AtOnce):
             call = PackedInputs(by_layer(layers, PaddedPass(forward)), self.torch_device)
             return GraphPasses(self.bridge, call, True, self._memo.clear)
         call = PackedInputs(self._graphs_of(PaddedPass(forward)), self.torch_device)
-        if self.settings.graphs and first is not None:
-            call = ReadInputs(call, first)
         return GraphPasses(self.bridge, call, self.settings.graphs, self._memo.clear)
 
     def _graphs_of(self, module: nn.Module) -> Call:

@@ -25,6 +25,7 @@ class Books:
         self.limit = int(os.environ.get("EMULATED_HPU_BYTES", 16 << 30))
         self.compilations = 0
         self.recipes: set[object] = set()  # passes compiled outside graphs
+        self.unread_inputs = 0  # of the graphs that were captured, all together
         self.mark_steps = 0
         self.recompute = False
         self._capturing = False
