@@ -9,7 +9,8 @@ called, so what would be missing is never asked for. All other packages are thos
 hashes in tests/devices/torch-VERSION.lock.
 
 Where no such torch is offered (another machine or Python, no network) that is said, and nothing is run. In CI that is a
-failure if the index answers at all.
+failure if the index answers at all. What became of each is a line of the file that TORCHES_TESTED names, which .ci/run
+shows last: a run that is green says by itself whether anything was tested.
 
     gaudi_torch.py FOLDER TORCH [arguments of its Python ...]
 """
@@ -45,10 +46,22 @@ def main(folder: Path, torch: str, *arguments: str) -> int:
     except NotOfferedError as error:
         print(f"torch {torch} with NumPy {NUMPY} is not offered for this machine and Python; offered: {error}")
         print("Nothing was tested with it.")
+        if arguments:
+            note(f"NOT TESTED with torch {torch}: {'not offered' if error.index_answers else 'no index'}")
         return 1 if error.index_answers and os.environ.get("CI") == "true" else 0
     python = folder / "bin" / "python"
     subprocess.run([python, "-c", CHECK], check=True)
-    return subprocess.run([python, *arguments], check=False).returncode if arguments else 0
+    if not arguments:
+        return 0
+    status = subprocess.run([python, *arguments], check=False).returncode
+    note(f"{'FAILED' if status else 'tested'} with torch {torch}")
+    return status
+
+
+def note(line: str) -> None:
+    if name := os.environ.get("TORCHES_TESTED"):
+        with Path(name).open("a") as file:
+            file.write(f"{line}\n")
 
 
 def make_environment(folder: Path, torch: str) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from text_generation_inference.bench import command as bench_command
-from text_generation_inference.config import SETTINGS, ServerConfig, read_environment
+from text_generation_inference.config import ENGINE_SETTINGS, SETTINGS, ServerConfig, prepare_process, read_environment
 from text_generation_inference.errors import TgiError
 from text_generation_inference.launch import check, command, server_command
 from text_generation_inference.ray_serve import command as ray_command
@@ -154,11 +154,12 @@ def _generate(options: argparse.Namespace) -> int:
     if not prompts:
         print("error: no prompt: give one as an argument or on standard input", file=sys.stderr)
         return EXIT_ERROR
-    from text_generation_inference.llm import LLM  # loads torch, which takes seconds: mistakes above are told at once
-
     settings = {field.name: getattr(options, field.name, None) for field in msgspec.structs.fields(ServerConfig)}
     settings = {name: value for name, value in settings.items() if value is not None}
     settings.pop("seed", None)  # of the sampling, not of dummy weights
+    prepare_process(ServerConfig(**{**read_environment(only=ENGINE_SETTINGS), **settings}))
+    from text_generation_inference.llm import LLM  # loads torch, which takes seconds: mistakes above are told at once
+
     model = options.model or read_environment(only=["model_id"]).get("model_id") or "embedded"
     with LLM(str(model), progress=not options.quiet, **settings) as llm:
         if not options.quiet:

@@ -15,7 +15,7 @@ from typing import Any, Self
 import msgspec
 
 from text_generation_inference.api.pictures import Pictures
-from text_generation_inference.config import ENGINE_SETTINGS, ServerConfig, read_environment
+from text_generation_inference.config import ENGINE_SETTINGS, ServerConfig, prepare_process, read_environment
 from text_generation_inference.drive import run_step
 from text_generation_inference.engine.build import Engine, start_engine
 from text_generation_inference.errors import EngineError, RequestError, ValidationError
@@ -144,6 +144,7 @@ class LLM(AbstractContextManager["LLM"]):
             "model_id": model,
         }
         self.config = ServerConfig(**given)
+        prepare_process(self.config)
         self._picture_folder = make_picture_folder()
         self.config = msgspec.structs.replace(self.config, picture_folder=str(self._picture_folder.path))
         self._show_progress = progress

@@ -25,6 +25,7 @@ from torch import Tensor
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.errors import ResourceError, StartError
 from text_generation_inference.kernels import block_lists, fp8, low_bit, reference
+from text_generation_inference.kernels.batch import PagedMeta
 from text_generation_inference.kernels.block_lists import (
     PromptParts,
 )
@@ -258,6 +259,18 @@ def test_fp8_cache(hpu, fp8_ops):
     close(found, block_lists.decode_attention(expected_q, *caches, made.batch, 0.25, kv_scales=scales), 1e-4)
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_what_is_cached_beyond_the_range_is_brought_into_it(hpu, fp8_ops, padded):
+    """A plain cast gives no number there, in steps that are not padded too."""
+    made = Made(hpu, [130, 7], 2, True, blocks=4, **HEADS)
+    (q, k, v, table), batch, _ = made.on(hpu)
+    batch = batch if padded else replace(batch, meta=PagedMeta(torch.zeros(2, 1), 2, [], [], 130))
+    caches = [hpu.zeros(tuple(made.k_cache.shape), torch.uint8).view(fp8.FP8) for _ in range(2)]
+    hpu.ops.rotary_and_cache(q, k, v, table, batch, *caches, (1e-3, 1e-3))
+    for cache in caches:
+        assert cache.cpu().float().abs().max() == hpu.fp8_max
+
+
 def make_scales(made: Made, fp8_max: float) -> fp8.AttentionScales:
     """By which the largest of each reaches half of the range."""
     query, key, value = (float(x.abs().max()) / fp8_max * 2 for x in (made.q, made.k_cache, made.v_cache))
@@ -413,11 +426,19 @@ SETTINGS = {
 }
 
 
+def count_unread() -> int:
+    """Inputs of all graphs captured so far that these do not read: each is copied at every replay."""
+    from habana_frameworks.torch._emulation import books
+
+    return books.unread_inputs
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_tokens_are_those_of_the_cpu_and_nothing_is_compiled_late(hpu, start_hpu, tiny, on_cpu, name, record_property):
     chosen = SETTINGS[name]
     if "kv_cache_dtype" in chosen and not hpu.supports_fp8:
         pytest.skip("this card has no FP8")
+    unread = count_unread() if hpu.bridge.emulated else 0
     engine = start_hpu(tiny.folder, **chosen)
     warm, (fallen, _) = hpu.bridge.count_compilations(), hpu.bridge.count_fall_backs()
     found = [output.token_ids for output in run(engine, requests(), arrivals=[0, 0, 1, 3, 5, 5, 6, 9])]
@@ -433,6 +454,7 @@ def test_tokens_are_those_of_the_cpu_and_nothing_is_compiled_late(hpu, start_hpu
     assert late == 0, f"{late} graphs were compiled after warm-up"
     if hpu.bridge.emulated:  # a card's own count is in the report
         assert fallen_now == fallen, which
+        assert count_unread() == unread, "of passes, of prompts too, and of all of sampling"
     if chosen.get("enable_hpu_graph", True):
         assert stats.num_captured > 0
         assert (stats.num_captured == stats.num_planned) == (chosen.get("limit_hpu_graph") is False)
@@ -590,6 +612,34 @@ def test_without_a_card(hpu, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(StartError, match="PT_HPU_LAZY_MODE is"):
         bridge.load_bridge.__wrapped__(not hpu.bridge.lazy)
+
+
+ASK_FOR_LAZY_MODE = """if True:
+    import sys
+    sys.stderr = sys.stdout
+    import torch
+    assert "habana_frameworks.torch" in sys.modules, "it came with torch"
+    from text_generation_inference.config import ServerConfig, prepare_process
+    from text_generation_inference.errors import StartError
+    from text_generation_inference.kernels.hpu.bridge import load_bridge
+    for lazy in (True, None, False):
+        prepare_process(ServerConfig(device="hpu", pt_hpu_lazy_mode=lazy))
+        print(f"{lazy}:")
+        try:
+            print(load_bridge(lazy).lazy)
+        except StartError as error:
+            print("error", error)
+"""
+
+
+def test_software_that_came_eager_with_torch(hpu):
+    """To a program that has imported torch before anybody could ask for lazy mode: never silently."""
+    if not hpu.bridge.emulated:
+        pytest.skip("of a process with the stand-in")
+    told = run_with_stand_in(ASK_FOR_LAZY_MODE, PT_HPU_LAZY_MODE=None).splitlines()
+    said = "habana_frameworks runs in eager mode, without HPU graphs, and lazy mode was wanted: it was imported,"
+    assert told[0] == "True:" and told[1].startswith(f"error {said}") and "PT_HPU_LAZY_MODE=1" in told[1]
+    assert told[2] == "None:" and told[3].startswith(said) and told[4:] == ["False", "False:", "False"]
 
 
 def test_the_stand_in_is_not_chosen_by_itself(hpu, tmp_path):

@@ -16,6 +16,26 @@ from text_generation_inference.runner.warm.warm_up import WarmUp
 LIMITS = {"max_batch_size": 2, "max_batch_total_tokens": 2048, "prefix_caching": False}
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "mllama"])
+def test_graphs_of_prompts_with_pictures_read_all_that_they_are_given(hpu: Any, family: str, tmp_path: Path) -> None:
+    """Positions in three dimensions, tokens that see behind them, rows of pictures: nothing else comes from the host
+    while they are captured."""
+    if not hpu.bridge.emulated or not hpu.bridge.lazy:
+        pytest.skip("the stand-in counts")
+    from habana_frameworks.torch._emulation import books
+
+    before = books.unread_inputs
+    served = serve(family, tmp_path)
+    sizes = {"max_total_tokens": 384, "max_images_per_request": 2, "vllm_prompt_seq_bucket_limit": 2}
+    engine = served.start(device="hpu", limit_hpu_graph=False, **{**LIMITS, "max_batch_size": 1, **sizes})
+    try:
+        check(served, run(engine, [served.request(1, PROMPTS[1])]), [1])
+        assert engine.rank.bucket_stats.num_captured > len(engine.rank.runner.steps.plan.decode)
+        assert books.unread_inputs == before
+    finally:
+        engine.close()
+
+
 LARGER: dict[str, dict[str, int]] = {  # sides that pictures keep, so that their passes have several sizes
     "pixtral": {"longest_edge": 168},
     "mistral3": {"longest_edge": 168},

@@ -78,12 +78,13 @@ def test_an_input_that_no_op_reads_is_copied_at_the_first_hit(books):
     module = torch.nn.Module()
     module.forward = lambda x, unread: x * unread.shape[0]
     wrap(module)
-    before, unread = books.compilations, torch.zeros(3)
+    before, unread, counted = books.compilations, torch.zeros(3), books.unread_inputs
     counts = []
     for _ in range(4):
         assert module(torch.ones(2), unread).tolist() == [3, 3]
         counts.append(books.compilations - before)
     assert counts == [1, 2, 2, 2], "captured, then the copy, then nothing new"
+    assert books.unread_inputs == counted + 1
 
 
 @torch.inference_mode()
@@ -308,7 +309,7 @@ def test_calls_that_are_wrong_fail(habana):
 
 
 def cast_large_numbers() -> tuple[list[float], list[float]]:
-    stored = torch.tensor([300.0, 448.0]).to(FP8)
+    stored = torch.tensor([300.0, 448.0], device="cpu").to(FP8).to("hpu")
     made = torch.ops.hpu.cast_to_fp8_v2(torch.tensor([240.0, 300.0, -5000.0]), None, False, False, FP8)[0]
     return made.float().tolist(), torch.ops.hpu.cast_from_fp8(stored, None, torch.float32).tolist()
 
@@ -321,6 +322,30 @@ def test_fp8_of_each_card():
         print(test_hpu_stand_in.cast_large_numbers())"""
     found = run_with_stand_in(program, EMULATED_GAUDI="Gaudi3")
     assert found.strip() == "([240.0, 288.0, nan], [288.0, 448.0])"
+
+
+def cast_plainly() -> list[list[float]]:
+    """By torch's own casts: made on the card, widened there, from the host and to it in one, and as a graph does it."""
+    large = [239.0, 300.0, 448.0, -500.0]
+    x = torch.tensor(large)
+    stored = torch.tensor(large, device="cpu").to(FP8)
+    found = [x.to(FP8), stored.to("hpu").float(), torch.tensor(large, device="cpu").to("hpu", FP8)]
+    found += [stored.to("hpu", torch.float32), torch.zeros(4, 2, dtype=FP8)[:, 1].copy_(x)]
+    found += [torch.zeros(4, device="cpu").copy_(stored.to("hpu"))]
+    return [each.cpu().float().tolist() for each in found]
+
+
+def test_plain_casts_of_each_card():
+    assert str(cast_plainly()) == str([[240.0, *[torch.nan] * 3]] * 6)
+    moved = torch.tensor([300.0, -448.0], device="cpu").to(FP8).to("hpu")
+    for same in (moved, moved.clone(), torch.zeros(2, dtype=FP8).copy_(moved), torch.cat((moved, moved))[:2]):
+        assert same.cpu().float().tolist() == [288.0, -448.0], "bytes that are moved stay what they are"
+    program = """if True:
+        import habana_frameworks.torch, torch, test_hpu_stand_in
+        torch.set_default_device("hpu")
+        print([each[:3] for each in test_hpu_stand_in.cast_plainly()])"""
+    found = run_with_stand_in(program, EMULATED_GAUDI="Gaudi3")
+    assert found.strip() == str([[240.0, 288.0, 448.0]] * 6)
 
 
 # -- torch.compile ---------------------------------------------------------------------------------------------------

@@ -122,12 +122,26 @@ def test_what_is_read_of_pictures_is_part_of_that_copy(hpu, tmp_path):
         assert {(step.sends, step.reads, step.waits) for step in steps[-2:]} == {(1, 1, 0)}, phase
 
 
-def test_a_drawn_token_is_read_once_too(hpu, start_hpu, folder):
+ASKED = {"temperature": 0.8, "top_k": 7, "seed": 3}
+COPIES = {  # to the card in a step, and back
+    "draws": (ASKED, 2, 1),
+    "penalties": ({"repetition_penalty": 1.2, "presence_penalty": 0.1}, 2, 1),
+    "both": ({**ASKED, "frequency_penalty": 0.3}, 3, 1),
+    "every part": ({**ASKED, "repetition_penalty": 1.2, "watermark": True, "logit_bias": {5: 3.0}}, 5, 1),
+    "best ids": ({"top_n_tokens": 3}, 2, 2),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_each_part_of_sampling_is_one_copy_more(hpu, start_hpu, folder, name):
+    """With all that it reads, for those who have just come too."""
     if not hpu.bridge.emulated or not hpu.bridge.lazy:
         pytest.skip("the stand-in counts")
-    asked = [make_request(0, list(range(9)), 5, temperature=0.8, top_k=7, seed=3)]
-    found = count(start_hpu(folder, warmup_enabled=False, **LIMITS), asked)["decoding"]
-    assert {(step.sends, step.reads) for step in found[1:]} == {(2, 1)}  # the noise of a step follows from two words
+    sampling, sends, reads = COPIES[name]
+    asked = [make_request(n, list(range(9 + n)), 5 + 3 * n, **sampling) for n in range(2)]
+    found = count(start_hpu(folder, warmup_enabled=False, **LIMITS), asked)
+    assert {(step.sends, step.reads) for step in found["decoding"]} == {(sends, reads)}
+    assert {(step.sends, step.reads) for step in found["prompts"]} == {(sends, reads)}
 
 
 class SlowCard:

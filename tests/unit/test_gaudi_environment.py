@@ -422,3 +422,52 @@ def test_environment_of_the_engine() -> None:
     child = child_environment(ServerConfig(), outer)
     assert child["PT_HPU_LAZY_MODE"] == "0" and child["UPDATE_GRAPH_OUTPUT_MME"] == "true"  # for Gaudi's software
     assert not {"API_KEY", "ADMIN_API_KEY"} & child.keys()
+
+
+def test_lazy_mode_is_the_default_of_processes() -> None:
+    """Newer releases of Gaudi's software are eager unless they are told otherwise, before torch is imported."""
+    assert child_environment(ServerConfig(device="hpu"), {})["PT_HPU_LAZY_MODE"] == "1"
+    asked = ServerConfig(device="hpu", pt_hpu_lazy_mode=False)
+    assert child_environment(asked, {"PT_HPU_LAZY_MODE": "1"})["PT_HPU_LAZY_MODE"] == "0"
+    assert "PT_HPU_LAZY_MODE" not in child_environment(ServerConfig(device="cpu"), {})
+
+
+def test_what_else_the_software_reads_as_it_is_loaded() -> None:
+    plain = child_environment(ServerConfig(device="hpu"), {})
+    assert not {"ENABLE_EXPERIMENTAL_FLAGS", "PT_HPU_ENABLE_LAZY_COLLECTIVES"} & plain.keys()
+    outer = {"UPDATE_GRAPH_OUTPUT_MME": "true"}
+    child = child_environment(ServerConfig(device="hpu", quantize="fp8", num_shard=2), outer)
+    assert child["ENABLE_EXPERIMENTAL_FLAGS"] == child["UPDATE_GRAPH_OUTPUT_MME"] == "true"
+    assert child["PT_HPU_ENABLE_LAZY_COLLECTIVES"] == "1"
+
+
+BEFORE_TORCH = {
+    "tgi generate": "text_generation_inference.cli generate --device hpu hello",
+    "tgi check": "text_generation_inference.cli check --device hpu embedded",
+    "tgi bench offline": "text_generation_inference.cli bench offline --device hpu --use_hpu_graphs",
+    "tgi bench offline, eager": "text_generation_inference.cli bench offline --device hpu --torch_compile",
+    "static batches": "text_generation_inference.bench.static.command --tokenizer-name embedded --device hpu",
+    "measure": "text_generation_inference.launch.server_command measure --device hpu --quant-config x --text x",
+    "quantize": "text_generation_inference.launch.server_command quantize --device hpu embedded out",
+}
+
+
+@pytest.mark.parametrize("name", BEFORE_TORCH)
+def test_commands_say_the_mode_before_torch_is_imported(tmp_path: Path, name: str) -> None:
+    tell = "import os; print(os.environ.get('PT_HPU_LAZY_MODE'), os.environ.get('ENABLE_EXPERIMENTAL_FLAGS'))"
+    (tmp_path / "torch.py").write_text(f"{tell}\nos._exit(os.sys.stdout.flush() or 0)\n")
+    kept = {key: value for key, value in os.environ.items() if key != "PT_HPU_LAZY_MODE"}
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", *BEFORE_TORCH[name].split()],
+        env={**kept, "PYTHONPATH": paths, "QUANT_CONFIG": "x" if name == "measure" else ""},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    mode = "0" if "eager" in name else "1"
+    assert done.stdout.splitlines()[-1:] == [f"{mode} {'true' if name == 'measure' else None}"], (
+        done.stdout + done.stderr
+    )

@@ -16,7 +16,7 @@ from text_generation_inference.bench.presets import PRESETS, Preset
 from text_generation_inference.bench.results import Published, Row, parse_row
 from text_generation_inference.bench.shapes import SHAPES
 from text_generation_inference.collection import pause_collection
-from text_generation_inference.config import ENGINE_SETTINGS, ServerConfig, read_environment
+from text_generation_inference.config import ENGINE_SETTINGS, ServerConfig, prepare_process, read_environment
 from text_generation_inference.devices.visible import begin_early
 from text_generation_inference.errors import StartError
 
@@ -62,6 +62,7 @@ def main(arguments: Sequence[str], prog: str = "tgi bench offline") -> int:
 
 def _run(task: OfflineTask) -> int:
     pause_collection()
+    prepare_process(ServerConfig(**task.settings))
     begin_early(task.settings.get("device", "auto"), task.settings.get("num_shard") or 1)
     from text_generation_inference.bench.offline import (
         run_offline,  # loads torch, which takes seconds: mistakes in flags are told at once

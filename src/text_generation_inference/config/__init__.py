@@ -2,9 +2,10 @@
 
 `settings`: `ServerConfig` is what was asked, the same struct for the server and for `LLM`; each field carries a
 `Setting`, from which its flag, variable, help, range and reasons follow. `environment`: the only readers of the
-environment. `variables`, `effects`: TGI's variables that are no settings, and what has no effect where. `derived`:
-`resolve` is a pure function from the configuration, the model's size and the device's limits to every number the
-engine runs with, each with the reason it has that value.
+environment, with `gaudi_software`: what is to be in it before torch is imported. `variables`, `effects`: TGI's
+variables that are no settings, and what has no effect where. `derived`: `resolve` is a pure function from the
+configuration, the model's size and the device's limits to every number the engine runs with, each with the reason it
+has that value.
 """
 
 from text_generation_inference.config.combinations import LoraAdapter, parse_lora_adapters
@@ -30,6 +31,12 @@ from text_generation_inference.config.environment import (
     may_share_cards,
     parse_value,
     read_environment,
+)
+from text_generation_inference.config.gaudi_software import (
+    choose_lazy_mode,
+    is_loaded,
+    lazy_mode_said,
+    prepare_process,
 )
 from text_generation_inference.config.setting import Setting
 from text_generation_inference.config.settings import (
@@ -63,18 +70,22 @@ __all__ = [
     "Setting",
     "cache_folder",
     "child_environment",
+    "choose_lazy_mode",
     "choose_strategy",
     "decoder_environment",
     "expand_home",
     "failpoints_asked",
     "flag_of",
     "hub_token",
+    "is_loaded",
     "keeps_window",
+    "lazy_mode_said",
     "least_blocks",
     "may_share_cards",
     "parse_lora_adapters",
     "parse_value",
     "payload_limit",
+    "prepare_process",
     "read_environment",
     "reads_in_place",
     "resolve",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from text_generation_inference.config.gaudi_software import software_variables
 from text_generation_inference.config.setting import check_port
 from text_generation_inference.config.settings import ALIASES, SETTINGS, TYPES, ServerConfig, variable_of
 from text_generation_inference.errors import StartError
@@ -91,10 +92,7 @@ def child_environment(config: ServerConfig, environment: Mapping[str, str] | Non
     child.pop("API_KEY", None)
     child.pop("ADMIN_API_KEY", None)
     child.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    if config.device in ("hpu", "auto"):  # Gaudi's software reads it as torch is imported, and loads itself with torch
-        if config.pt_hpu_lazy_mode is not None:
-            child["PT_HPU_LAZY_MODE"] = str(int(config.pt_hpu_lazy_mode))
-        child.setdefault("PT_HPU_LAZY_MODE", "1")
+    child |= software_variables(config, child)
     token = hub_token(child)
     if token:
         child["HF_TOKEN"] = token

@@ -28,7 +28,6 @@ from text_generation_inference.devices.hpu_graphs import (
     PackedInputs,
     PaddedPass,
     PureFunction,
-    ReadInputs,
     allow_many_shapes,
     by_layer,
     compiled,
@@ -49,15 +48,6 @@ from text_generation_inference.parallel.collectives import Collectives, Meeting
 from text_generation_inference.types import ALONE, DeviceMemory, Limits, Place
 
 BLOCK_SIZE = 128
-# What the software wants to find in the environment where matrices are in FP8, unless the user has set it.
-_FP8_ENVIRONMENT = {
-    "ENABLE_EXPERIMENTAL_FLAGS": "true",
-    "USE_DEFAULT_QUANT_PARAM": "true",
-    "UPDATE_GRAPH_OUTPUT_MME": "false",
-    "ENABLE_CALC_DYNAMIC_RANGE": "false",
-    "UPDATE_MME_OUTPUT_PRECISION_FILTER": "v_proj,matmul_av",
-    "EXPERIMENTAL_WEIGHT_SHARING": "FALSE",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +59,6 @@ class HpuSettings:
     wide_softmax: bool = True  # when decoding
     memory_fraction: float = 0.8  # of what is free after loading; the rest is left to the run time
     graph_share: float = 0.1  # of that, for graphs
-    fp8: bool = False  # matrices in FP8 are asked for
-    has_ranks: bool = False  # sums over ranks are part of graphs
 
     @classmethod
     def of(cls, config: ServerConfig) -> "HpuSettings":
@@ -82,8 +70,6 @@ class HpuSettings:
             wide_softmax=config.vllm_fp32_softmax is not False,
             memory_fraction=config.hpu_memory_fraction,
             graph_share=config.tgi_graph_reserved_mem,
-            fp8=config.quantize is not None or config.quant_config is not None,
-            has_ranks=(config.num_shard or 1) > 1,
         )
 
 
@@ -104,12 +90,6 @@ class HpuDevice(AtOnce):
         self.settings = settings or HpuSettings()
         if place.world > 1:
             os.environ.update(rank_environment(place))
-            os.environ.setdefault("PT_HPU_ENABLE_LAZY_COLLECTIVES", "1")  # graphs with sums in them need it
-        if self.settings.fp8:
-            for name, value in _FP8_ENVIRONMENT.items():
-                os.environ.setdefault(name, value)
-        if self.settings.has_ranks:
-            os.environ.setdefault("PT_HPU_ENABLE_LAZY_COLLECTIVES", "1")
         self.bridge = bridge = load_bridge(self.settings.lazy)
         self.name = "hpu (emulated)" if bridge.emulated else "hpu"
         self.comm_backend = "gloo" if bridge.emulated else "hccl"
@@ -278,8 +258,6 @@ class HpuDevice(AtOnce):
             call = PackedInputs(by_layer(layers, PaddedPass(forward)), self.torch_device)
             return GraphPasses(self.bridge, call, True, self._memo.clear)
         call = PackedInputs(self._graphs_of(PaddedPass(forward)), self.torch_device)
-        if self.settings.graphs and first is not None:
-            call = ReadInputs(call, first)
         return GraphPasses(self.bridge, call, self.settings.graphs, self._memo.clear)
 
     def _graphs_of(self, module: nn.Module) -> Call:

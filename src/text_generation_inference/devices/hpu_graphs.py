@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from text_generation_inference.kernels.batch import Batch
 from text_generation_inference.kernels.block_lists import key_of, put_together, take_apart
@@ -22,7 +20,6 @@ _SHAPE_LIMITS = (
     ("accumulated_recompile_limit", "accumulated_cache_size_limit"),
 )
 Call = Callable[..., Any]  # (tensors in a dict or list, bypass, what else a graph is found by) -> tensors
-_Unread = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]  # names, shapes and types
 _PACKED = "words"  # the tensor that holds others
 _GRAPH_CALLS = 3  # until a graph meets nothing new: capturing, the first replay, and what that copies
 
@@ -59,71 +56,31 @@ class PaddedPass(nn.Module):
         super().__init__()
         self._pass = forward
 
-    def forward(self, tensors: dict[str, Tensor], layout: Layout = (), unread: "_Unread" = ()) -> Tensor:
-        """`layout`: what the packed tensor holds. `unread`: tensors of which no op reads anything but the shape, which
-        is part of what a graph is found by. As a tensor without memory each can be asked for that, and for nothing
-        else."""
+    def forward(self, tensors: dict[str, Tensor], layout: Layout = ()) -> Tensor:
+        """`layout`: what the packed tensor holds."""
         if layout:
             rest = {name: tensor for name, tensor in tensors.items() if name != _PACKED}
             tensors = {**unpack(tensors[_PACKED], layout), **rest}
-        if unread:
-            shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in unread}
-            tensors = {**tensors, **shapes}
         return self._pass(put_together(tensors))
 
 
-class _Noted(TorchDispatchMode):
-    """Which of some tensors any op is given."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        super().__init__()  # pyright: ignore
-        self._names = {id(tensor): name for name, tensor in tensors.items()}
-        self.read: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = tree_leaves((args, kwargs))
-        self.read.update(self._names[id(value)] for value in given if id(value) in self._names)
-        return func(*args, **(kwargs or {}))
-
-
-class ReadInputs:
-    """Hands a graph the tensors that it reads.
-
-    One that it does not is copied into it at every replay, and the first such copy is compiled while requests wait.
-    What is read when decoding is found by `first`, the same pass through fewer layers; of prompts, which are masked
-    by shape, all is handed over.
-    """
-
-    def __init__(self, call: "Call", first: Callable[[Batch], object]) -> None:
-        self._call, self._first = call, first
-        self._read: dict[object, set[str]] = {}
-
-    def __call__(self, tensors: dict[str, Tensor], bypass: bool, *_: Any) -> Any:
-        if bypass or "block_groups" not in tensors:
-            return self._call(tensors, bypass)
-        key = tuple(tensors)
-        if key not in self._read:
-            with _Noted(tensors) as noted:
-                self._first(put_together(tensors))
-            self._read[key] = noted.read
-        read = self._read[key]
-        unread = tuple((name, tuple(x.shape), x.dtype) for name, x in tensors.items() if name not in read)
-        return self._call({name: x for name, x in tensors.items() if name in read}, False, unread)
-
-
 class PackedInputs:
-    """Sends what a pass reads of the host in one copy."""
+    """Sends what a pass reads of the host in one copy.
+
+    It is one input of the graph, too. An input that a graph does not read is copied into it at every replay, and the
+    first such copy is compiled while requests wait; a part of one that it does not read is not.
+    """
 
     def __init__(self, call: "Call", device: torch.device) -> None:
         self._call, self._device = call, device
 
-    def __call__(self, tensors: dict[str, Tensor], bypass: bool, unread: _Unread = ()) -> Any:
+    def __call__(self, tensors: dict[str, Tensor], bypass: bool) -> Any:
         on_host = {name: tensor for name, tensor in tensors.items() if can_pack(tensor)}
         if not on_host:
-            return self._call(tensors, bypass, (), unread)
+            return self._call(tensors, bypass)
         words, layout = pack(on_host)
         rest = {name: tensor for name, tensor in tensors.items() if name not in on_host}
-        return self._call({_PACKED: words.to(self._device, non_blocking=True), **rest}, bypass, layout, unread)
+        return self._call({_PACKED: words.to(self._device, non_blocking=True), **rest}, bypass, layout)
 
 
 class GraphPasses:

@@ -96,8 +96,8 @@ def apply_scales_to_heads(parts: Sequence[Tensor], rows: Tensor, columns: Tensor
         first += heads * dim
 
 
-def to_fp8(x: Tensor) -> Tensor:
-    return x.float().clamp(-FP8_MAX, FP8_MAX).to(FP8)
+def to_fp8(x: Tensor, largest: float = FP8_MAX) -> Tensor:
+    return x.float().clamp(-largest, largest).to(FP8)
 
 
 def rounded(x: Tensor, scale: float) -> Tensor:

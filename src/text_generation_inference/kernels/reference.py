@@ -165,6 +165,7 @@ def rotary_and_cache(
     kv_scales: tuple[float, float] = (1.0, 1.0),  # of a cache in FP8
     scales: tuple[Tensor, Tensor] | None = None,  # of rows and columns of q, k, v side by side: see `ScaledRows`
     norms: HeadNorms | None = None,
+    fp8_max: float = fp8.FP8_MAX,  # of the device's casts
 ) -> Tensor:
     """Rotate q and k by position, write k and v into the cache; return the rotated q.
 
@@ -176,15 +177,15 @@ def rotary_and_cache(
     if norms is not None:
         q, k = norms.apply(q, k)
     cos, sin = cos_sin[batch.positions].to(q.dtype)[:, None, :].chunk(2, dim=-1)
-    _write(rotate(k, cos, sin), k, k_cache, batch.kv_index, kv_scales[0])
-    _write(v, v, v_cache, batch.kv_index, kv_scales[1])
+    _write(rotate(k, cos, sin), k, k_cache, batch.kv_index, kv_scales[0], fp8_max)
+    _write(v, v, v_cache, batch.kv_index, kv_scales[1], fp8_max)
     return rotate(q, cos, sin)
 
 
-def _write(values: Tensor, rounded: Tensor, cache: Tensor, index: Tensor, scale: float) -> None:
+def _write(values: Tensor, rounded: Tensor, cache: Tensor, index: Tensor, scale: float, fp8_max: float) -> None:
     """Values into the cache; what can be read from a cache in FP8 is left in `rounded`."""
     if cache.dtype is fp8.FP8:
-        stored = fp8.to_fp8(values.float() / scale)
+        stored = fp8.to_fp8(values.float() / scale, fp8_max)
         rounded.copy_(_read(stored, scale, values.dtype))
         values, cache = stored.view(torch.uint8), cache.view(torch.uint8)
     block_size = cache.shape[1]

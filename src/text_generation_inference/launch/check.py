@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from text_generation_inference.config import ModelSize, ServerConfig, cache_folder, expand_home, resolve
+from text_generation_inference.config import (
+    ModelSize,
+    ServerConfig,
+    cache_folder,
+    expand_home,
+    prepare_process,
+    resolve,
+)
 from text_generation_inference.devices import visible
 from text_generation_inference.devices.driver import read_driver
 from text_generation_inference.errors import StartError, TgiError
@@ -74,6 +81,7 @@ def _run(config: ServerConfig, notes: list[str], as_json: bool) -> int:
 
 def check_model(config: ServerConfig) -> Report:
     """Everything that can be said; a failure on the way ends the report and is its last problem."""
+    prepare_process(config)
     report = Report(model=config.model_id, gpu=_look_at_gpu(config.num_shard or 1) if config.device != "cpu" else {})
     try:
         _fill(report, config, _look_at(config))

@@ -11,7 +11,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from text_generation_inference.config import ENGINE_SETTINGS, SETTINGS, ServerConfig, parse_value, read_environment
+from text_generation_inference.config import (
+    ENGINE_SETTINGS,
+    SETTINGS,
+    ServerConfig,
+    parse_value,
+    prepare_process,
+    read_environment,
+)
 from text_generation_inference.drive import run_requests
 from text_generation_inference.errors import StartError
 from text_generation_inference.launch.command import EXIT_USAGE, run_guarded
@@ -64,6 +71,7 @@ def _build_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _run(given: dict[str, Any], options: argparse.Namespace) -> int:
+    prepare_process(ServerConfig(**given))
     from text_generation_inference.engine.build import start_engine
     from text_generation_inference.quant.inc.config import read_calibration
     from text_generation_inference.text.tokenizer import Tokenizer

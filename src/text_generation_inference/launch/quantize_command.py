@@ -19,6 +19,7 @@ from text_generation_inference.config import (
     cache_folder,
     expand_home,
     parse_value,
+    prepare_process,
     read_environment,
 )
 from text_generation_inference.errors import StartError
@@ -157,6 +158,7 @@ class _Lines:
 
 
 def _run(config: ServerConfig, options: argparse.Namespace) -> int:
+    prepare_process(config)
     import torch
 
     from text_generation_inference.devices.device import check_present, choose_device

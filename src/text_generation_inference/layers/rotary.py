@@ -4,7 +4,6 @@ Each kind is a way to choose the frequencies and a factor on the result; the tab
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,11 +53,11 @@ def is_finite(spec: RopeSpec) -> bool:
     return all(bool(torch.isfinite(each).all()) and math.isfinite(factor) for each, factor in found)
 
 
-def mix_axes(table: Tensor, positions: Tensor, axes: Sequence[int]) -> Tensor:
-    """`[tokens, rotary_dim]`: each frequency of a table turned by one of a token's positions `[axes, tokens]`."""
+def mix_axes(table: Tensor, positions: Tensor, axes: Tensor) -> Tensor:
+    """`[tokens, rotary_dim]`: each frequency of a table turned by one of a token's positions `[axes, tokens]`. `axes
+    [rotary_dim]` says by which, for its cosine and its sine."""
     rows = table[positions]  # [axes, tokens, rotary_dim]
-    axis = torch.tensor((*axes, *axes), device=table.device)
-    return rows.gather(0, axis.expand(1, *rows.shape[1:]))[0]
+    return rows.gather(0, axes.expand(1, *rows.shape[1:]))[0]
 
 
 def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Tensor, float]:

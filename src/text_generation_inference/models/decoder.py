@@ -112,6 +112,7 @@ class CausalLM(Model):
             self._untie(spec.names.head[0])
         self.tower: Tower | None = None  # of a model with `sight`
         self.tables: list[Tensor]  # cosines and sines of the positions that are served, by layer; set by `bind`
+        self._axes: Tensor  # which position in three dimensions turns which frequency; set by `bind`
 
     @property
     def dtype(self) -> torch.dtype:
@@ -224,6 +225,8 @@ class CausalLM(Model):
             if rope not in tables:
                 tables[rope] = build_table(rope, num_positions, self.device)
         self.tables = [tables[rope] for rope in ropes]
+        if self.sight is not None and (axes := self.sight.rope_axes):  # made here: captured passes bring nothing
+            self._axes = torch.tensor((*axes, *axes), device=self.device)
         temperatures: dict[TemperatureSpec, Tensor] = {}
         for layer in self.model.layers:
             attention, spec = layer.attention, layer.spec.attention
@@ -326,8 +329,8 @@ class CausalLM(Model):
 
     def _rotate_by_grid(self, batch: Batch) -> tuple[list[Tensor], Batch]:
         """Tables with a row for each token, in order, and the batch that reads them so."""
-        assert batch.grid_positions is not None and self.sight is not None
-        by_grid = {id(table): mix_axes(table, batch.grid_positions, self.sight.rope_axes) for table in self.tables}
+        assert batch.grid_positions is not None
+        by_grid = {id(table): mix_axes(table, batch.grid_positions, self._axes) for table in self.tables}
         order = torch.arange(batch.input_ids.shape[0], device=batch.input_ids.device)
         return [by_grid[id(table)] for table in self.tables], replace(batch, positions=order)
 

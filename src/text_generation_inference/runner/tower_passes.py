@@ -122,11 +122,12 @@ class TowerPasses:
             if pieces:
                 rows = torch.cat([piece.tensors[number] for piece in pieces])
                 filled[: len(rows)] = rows
-            inputs.append(filled.to(self._device.torch_device))
+            inputs.append(filled)
         if not self.captures(bucket):
-            return self._tower.run(*inputs)
+            return self._tower.run(*(each.to(self._device.torch_device) for each in inputs))
         self._captured.add(bucket)
-        return self._graphs(*inputs)
+        pixels, *about = inputs  # what is known of them goes together, and towers do not read all of it
+        return self._graphs(pixels.to(self._device.torch_device), *(each.numpy() for each in about))
 
 
 def _key(bucket: Bucket) -> tuple[tuple[str, tuple[int, ...]], ...]:

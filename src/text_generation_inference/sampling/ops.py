@@ -18,8 +18,8 @@ class GreedyOp(Protocol):
 class ByShapeOp(Protocol):
     def __call__(self, function: Callable[..., Result], keeps: bool = False) -> Callable[..., Result]:
         """A function of tensors alone -> the same, through a graph for each shape. A result is good until the next
-        call. The last arguments may be arrays of int32 on the host, which are sent together. `keeps`: the function
-        never overwrites its first tensor."""
+        call. The last arguments may be arrays of the host (int32, float32, bool), which are sent together. `keeps`:
+        the function never overwrites its first tensor."""
         ...
 
 

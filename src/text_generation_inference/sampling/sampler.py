@@ -12,6 +12,7 @@ from parts (`vocabulary`), and rows that need all of their scores (filters, best
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ class _Group:
 
     rows: slice | list[int] | None  # None: all of them
     slots: np.ndarray  # of these rows; -1: padding
-    kept: list[Tensor]  # on the device, as long as the rows stay
+    kept: list[Any]  # as long as the rows stay: tensors on the device, or arrays for who makes graphs, see `_bring`
 
     def take(self, scores: Tensor) -> Tensor:
         return scores if self.rows is None else scores[self.rows]
@@ -210,13 +211,11 @@ class Sampler:
         self._warmed.add(num_rows)
         slots = np.full(num_rows, -1)
         for part in self._parts:
-            num_kept = len(part.keep(slots))
             for arrays in part.shapes(num_rows):
-                kept, of_step = self._send(arrays[:num_kept]), self._bring(arrays[num_kept:])
-                self._apply[id(part)](scores, *kept, *of_step)
+                self._apply[id(part)](scores, *self._bring(arrays))
         words = np.full((num_rows, self._num_words), -1, dtype=np.int32)
         self._allow_only(scores, *self._bring([words]))
-        kept, keys = self._send(self._draw_numbers(slots)), self._bring(self._keys(slots))
+        kept, keys = self._bring(self._draw_numbers(slots)), self._bring(self._keys(slots))
         if self._vocabulary.exchange is not None:
             self._take(self._join_parts(self._vocabulary.exchange(self._drawn_here(scores, *kept[:2], *keys))))
             scores = self._vocabulary.gather(scores)
@@ -224,7 +223,7 @@ class Sampler:
         self._take(self._draw_unfiltered(scores, *kept[:2], *keys))
         for draw_rows in (self._draw_filtered, self._draw_unsorted, self._draw_from_best):
             self._take(draw_rows(scores, *kept, *keys))
-        self._bring_back(self._find_tops(scores, *self._send(self._top_arrays(slots, [0] * num_rows, 1))))
+        self._bring_back(self._find_tops(scores, *self._bring(self._top_arrays(slots, [0] * num_rows, 1))))
 
     # -- who asks for what -----------------------------------------------------------------------------------------
 
@@ -244,7 +243,7 @@ class Sampler:
         def group(wanting: list[int], arrays: Callable[[np.ndarray], Arrays]) -> _Group:
             touched = None if self._pads else _as_slice(wanting, num_rows)
             of_group = slots if touched is None else slots[touched]
-            return _Group(touched, of_group, self._send(arrays(of_group)))
+            return _Group(touched, of_group, self._bring(arrays(of_group)))
 
         def draws(drawing: list[int]) -> _Draws:
             asked = {name for row in drawing for name in filters.asked_by(params[row])}
@@ -277,7 +276,7 @@ class Sampler:
             gathered = list(range(len(rows)))
         drawing = None
         if any(p.samples for p in params):
-            drawing = _Group(None, slots, self._send(self._draw_numbers(slots)[:2]))
+            drawing = _Group(None, slots, self._bring(self._draw_numbers(slots)[:2]))
         whole = self._make_batch([rows[row] for row in gathered], len(gathered)) if gathered else None
         return _Shared(drawing, gathered, whole)
 
@@ -390,7 +389,8 @@ class Sampler:
         return [_tensor(array).to(self._device) for array in arrays]
 
     def _bring(self, arrays: Sequence[np.ndarray]) -> "list[Tensor] | list[np.ndarray]":
-        """What differs from step to step. Who makes graphs sends such arrays together."""
+        """Who makes graphs sends all arrays of one together, in each step: what stays the same with what does not, as a
+        copy costs more than the bytes of another step's numbers."""
         return list(arrays) if self._has_graphs else self._send(arrays)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from text_generation_inference.bench import command_line
 from text_generation_inference.bench.static.task import StaticTask, read_task
+from text_generation_inference.config import ServerConfig, prepare_process
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "text-generation-benchmark") -> int:
@@ -20,6 +21,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "text-generation-be
 
 
 def _run(task: StaticTask) -> int:
+    prepare_process(ServerConfig(**task.settings))
     from text_generation_inference.bench.static.run import run_static  # loads torch: mistakes are told at once
 
     return run_static(task)

@@ -75,7 +75,10 @@ class HpuAttention:
         norms: HeadNorms | None = None,
     ) -> Tensor:
         if not is_padded(batch):  # without buckets, each step is compiled anew
-            return reference.rotary_and_cache(q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales, scales, norms)
+            largest = self._bridge.fp8_max
+            return reference.rotary_and_cache(
+                q, k, v, cos_sin, batch, k_cache, v_cache, kv_scales, scales, norms, largest
+            )
         if scales is not None:
             apply_scales_to_heads((q, k, v), *scales)
         if norms is not None:

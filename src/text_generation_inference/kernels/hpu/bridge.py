@@ -1,12 +1,13 @@
 """Intel's software for Gaudi cards (`habana_frameworks`), loaded when the device is chosen: the only import of it.
 
 Everything else here asks a `Bridge` which card and mode it runs in. The package registers the torch device
-`hpu` and the ops under `torch.ops.hpu` as it is imported, and reads lazy mode then, once.
+`hpu` and the ops under `torch.ops.hpu` as it is imported, and reads lazy mode then, once. Newer releases are imported
+with torch.
 """
 
 import importlib
 import importlib.util
-import os
+import logging
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -17,8 +18,10 @@ from typing import Any
 
 import torch
 
+from text_generation_inference.config import choose_lazy_mode, is_loaded, lazy_mode_said
 from text_generation_inference.errors import StartError
 
+log = logging.getLogger(__name__)
 PACKAGE = "habana_frameworks"
 _INSTEAD = "`device` cpu runs without a card; docs/gaudi.md tells what a machine with Gaudi cards needs."
 _NO_MEMORY = "PT_DEVMEM"  # the part of the software that speaks when the card has no memory left
@@ -94,7 +97,9 @@ def load_bridge(lazy: bool | None = None) -> Bridge:
 
     None: as the environment says, else lazy.
     """
-    os.environ.setdefault("PT_HPU_LAZY_MODE", "0" if lazy is False else "1")
+    came_before = is_loaded()
+    if not came_before:
+        choose_lazy_mode(lazy)
     try:
         habana = importlib.import_module(f"{PACKAGE}.torch")
     except ModuleNotFoundError as error:
@@ -111,11 +116,7 @@ def load_bridge(lazy: bool | None = None) -> Bridge:
             f" those that a container gets; a card serves one process at a time. {_INSTEAD}"
         )
     is_lazy = bool(_part("utils.internal").is_lazy())
-    if lazy is not None and is_lazy is not lazy:
-        raise StartError(
-            f"PT_HPU_LAZY_MODE is {os.environ['PT_HPU_LAZY_MODE']} in the environment, but `pt_hpu_lazy_mode`"
-            f" {str(lazy).lower()} is asked for: {PACKAGE} reads the variable as it is imported. Give one of them."
-        )
+    _check_mode(is_lazy, lazy, came_before)
     emulated = bool(getattr(habana, "EMULATED", False))
     return Bridge(
         generation=_generation(),
@@ -128,6 +129,29 @@ def load_bridge(lazy: bool | None = None) -> Bridge:
         kernels=parts["hpex.kernels"],
         normalization=parts["hpex.normalization"],
     )
+
+
+def _check_mode(is_lazy: bool, asked: bool | None, came_before: bool) -> None:
+    """Raises `StartError` if the software runs in another mode than the one that was asked for; warns if nobody asked,
+    but it would have been told to be lazy."""
+    said = lazy_mode_said()
+    wanted = asked if asked is not None else said != "0"
+    if is_lazy is wanted:
+        return
+    if said is not None and is_lazy is (said != "0"):
+        raise StartError(
+            f"PT_HPU_LAZY_MODE is {said} in the environment, but `pt_hpu_lazy_mode` {str(wanted).lower()} is asked"
+            f" for: {PACKAGE} reads the variable as it is imported. Give one of them."
+        )
+    modes = {True: "lazy mode", False: "eager mode, without HPU graphs"}
+    told = (
+        f"{PACKAGE} runs in {modes[is_lazy]}, and {modes[wanted]} was wanted: it was"
+        f" {'imported, perhaps with torch,' if came_before else 'told'} before PT_HPU_LAZY_MODE={int(wanted)} could be"
+        " set. Set that in the environment before Python starts."
+    )
+    if asked is not None:
+        raise StartError(told)
+    log.warning("%s", told)
 
 
 def is_present(lazy: bool | None) -> bool:

@@ -43,6 +43,7 @@ struct Mark {
 struct State {
   std::mutex mutex;
   bool lazy = true;
+  bool short_e4m3 = false;  // it ends at 240: what is beyond means no number
   int64_t limit = INT64_MAX;
   int64_t graphs = 0;   // bytes of captured graphs, as Python counts them
   int64_t live = 0;     // bytes of tensors
@@ -420,13 +421,29 @@ at::Tensor empty(
   return made;
 }
 
+// Of the host and in e4m3: what is beyond 240 becomes no number.
+at::Tensor cut(const at::Tensor& e4m3) {
+  at::Tensor there = e4m3.clone(at::MemoryFormat::Contiguous);
+  auto* bytes = static_cast<uint8_t*>(there.mutable_data_ptr());
+  for (int64_t i = 0; i < there.numel(); i++)
+    if ((bytes[i] & 0x7f) > 0x77) bytes[i] |= 0x7f;
+  return there;
+}
+
+// Of the host: what a copy to this type takes. One to the same type moves bytes, whatever they mean.
+at::Tensor as_cast(const at::Tensor& from, at::ScalarType to) {
+  if (from.scalar_type() == to || !state().short_e4m3) return from;
+  if (to == at::kFloat8_e4m3fn) return cut(from.to(to));
+  return from.scalar_type() == at::kFloat8_e4m3fn ? cut(from) : from;
+}
+
 // What is copied to the host without waiting is taken now and arrives later.
 at::Tensor& copy_later(at::Tensor& self, const at::Tensor& from) {
   TORCH_CHECK(!capturing, "a copy to the host while a graph is captured");
   at::AutoDispatchBelowADInplaceOrView below;
   Hosts hosts;
   TORCH_CHECK(self.is_contiguous() && self.sizes() == from.sizes(), "a copy to the host without waiting is of whole tensors");
-  at::Tensor taken = hosts.host(from).to(self.scalar_type()).clone(at::MemoryFormat::Contiguous);
+  at::Tensor taken = as_cast(hosts.host(from), self.scalar_type()).to(self.scalar_type()).clone(at::MemoryFormat::Contiguous);
   memset(self.mutable_data_ptr(), 0xff, self.nbytes());
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
@@ -451,7 +468,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& from, bool non_blocking) {
   at::AutoDispatchBelowADInplaceOrView below;
   Hosts hosts;
   at::Tensor there = hosts.host(self);
-  if (!garbage) there.copy_(hosts.host(from));
+  if (!garbage) there.copy_(as_cast(hosts.host(from), self.scalar_type()));
   return self;
 }
 
@@ -521,6 +538,7 @@ void card_set(const char* name, int64_t value) {
   std::lock_guard<std::mutex> lock(s.mutex);
   std::string wanted(name);
   if (wanted == "lazy") s.lazy = value;
+  if (wanted == "short_e4m3") s.short_e4m3 = value;
   if (wanted == "limit") s.limit = value;
   if (wanted == "peak") s.peak = value;
   if (wanted == "fails_at") s.fails_at = value ? s.allocations + value : 0;

@@ -10,7 +10,7 @@ from habana_frameworks.torch._card import card
 # On some virtual machines oneDNN's AMX code for small bfloat16 products ends the process; it reads this at first use.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-LAZY = os.environ.get("PT_HPU_LAZY_MODE", "1") != "0"  # read once, as the real one does
+LAZY = os.environ.get("PT_HPU_LAZY_MODE", "0") != "0"  # read once, as the real one does; newer releases are eager
 GENERATION = os.environ.get("EMULATED_GAUDI", "Gaudi2")
 assert GENERATION in ("Gaudi", "Gaudi2", "Gaudi3"), GENERATION
 FP8_MAX = 448.0 if GENERATION == "Gaudi3" else 240.0
@@ -25,6 +25,7 @@ class Books:
         self.limit = int(os.environ.get("EMULATED_HPU_BYTES", 16 << 30))
         self.compilations = 0
         self.recipes: set[object] = set()  # passes compiled outside graphs
+        self.unread_inputs = 0  # of the graphs that were captured, all together
         self.mark_steps = 0
         self.recompute = False
         self._capturing = False
@@ -79,4 +80,5 @@ class Books:
 
 
 card.set("lazy", LAZY)
+card.set("short_e4m3", FP8_MAX < 448)
 books = Books()

@@ -135,11 +135,11 @@ class HPUGraph:
         self.abandon()
         books.compilations += 1
 
-    def has_unread(self, num_inputs: int) -> bool:
+    def count_unread(self, num_inputs: int) -> int:
         recorder = self._recorder
         assert recorder is not None
         read = {leaf.number for step in recorder.steps for leaf in _leaves((step.args, step.kwargs)) if isinstance(leaf, _Slot)}  # fmt: skip
-        return any(number not in read for number in recorder.inputs[:num_inputs])
+        return sum(number not in read for number in recorder.inputs[:num_inputs])
 
     def abandon(self) -> None:
         assert self._recorder is not None
@@ -312,10 +312,11 @@ def wrap_in_hpu_graph(
             recording.abandon()
             raise
         recording.capture_end()
-        unread = recording.has_unread(len(inputs))
+        unread = recording.count_unread(len(inputs))
+        books.unread_inputs += unread
         recording.finish([leaf for leaf in _leaves(result) if isinstance(leaf, Tensor)])
         kept = [] if disable_tensor_cache else [tensor.clone() for tensor in inputs]
-        return _Captured(recording, result, kept, unread)
+        return _Captured(recording, result, kept, unread > 0)
 
     def run(key: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Without a graph."""
