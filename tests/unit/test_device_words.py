@@ -21,6 +21,7 @@ ALLOWED = {
     "bench/presets.py": "figures are published for cards, and say which",
     "bench/report.py": "versions of packages",
     "bench/step_profile.py": "a step on a GPU, kernel by kernel",
+    "quant/auto_round.py": "kernels that a file's packing is named after",
     "quant/inc/config.py": "a key of Intel's configuration files",
     "quant/inc/scales.py": "generations of cards, as calibration files name them",
 }

@@ -141,7 +141,7 @@ class Shapes:
     def by_shape(self, function, keeps=False):
         def run(scores, *given):
             sent = [each for each in given if isinstance(each, np.ndarray)]
-            assert all(each.dtype == np.int32 for each in sent), "what is sent together is int32"
+            assert all(each.dtype in (np.int32, np.float32, np.bool_) for each in sent), "which can be sent together"
             assert all(isinstance(each, Tensor) for each in given[: len(given) - len(sent)]), "and comes last"
             shapes = (tuple(each.shape) for each in (scores, *given))
             self.met.add((function.__qualname__, len(sent), *shapes))
