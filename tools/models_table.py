@@ -8,6 +8,7 @@ import transformers
 
 from text_generation_inference.models.refused import REFUSED, Unserved
 from text_generation_inference.models.registry import ARCHITECTURES, SEEING
+from text_generation_inference.weights.gguf_architectures import ARCHITECTURES as GGUF
 from text_generation_inference.weights.model_files import PICKLED, TOKENIZERS, explain_pickles
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -17,8 +18,9 @@ HUB_START, HUB_END = "<!-- hub: tools/models_table.py -->\n", "<!-- end of hub -
 
 
 def table() -> str:
-    """Every architecture with the file that builds it, what that is, and how it is proven."""
-    lines = ["| Architecture | File | What it is | Variants tested | Proven against |", "|---|---|---|---|---|"]
+    """Every architecture with the file that builds it, what that is, its names in GGUF files, and how it is proven."""
+    titles = ("Architecture", "File", "What it is", "GGUF", "Variants tested", "Proven against")
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     lines += [row(architecture) for architecture in sorted(ARCHITECTURES, key=str.lower)]
     lines += [seeing_row(architecture) for architecture in sorted(SEEING, key=str.lower)]
     return "\n".join(lines) + "\n"
@@ -28,7 +30,7 @@ def seeing_row(architecture: str) -> str:
     name = f"vision.{SEEING[architecture]}"
     family = import_module(f"text_generation_inference.models.{name}")
     about = (family.__doc__ or "").strip().partition("\n")[0]
-    return f"| `{architecture}` | `{name}` | {about} | with pictures | `transformers`, all paths |"
+    return f"| `{architecture}` | `{name}` | {about} | | with pictures | `transformers`, all paths |"
 
 
 def row(architecture: str) -> str:
@@ -39,7 +41,11 @@ def row(architecture: str) -> str:
     is_alone = is_known and architecture not in getattr(family, "TINIES", {})
     variants = ", ".join(getattr(family, "VARIANTS", {})) if is_alone else ""
     proof = "`transformers`, all paths" if is_known else "rewritten checkpoints or formulas, one pass"
-    return f"| `{architecture}` | `{name}` | {about} | {variants} | {proof} |"
+    return f"| `{architecture}` | `{name}` | {about} | {_gguf_names(architecture)} | {variants} | {proof} |"
+
+
+def _gguf_names(architecture: str) -> str:
+    return ", ".join(f"`{name}`" for name, each in GGUF.items() if each.class_name == architecture)
 
 
 def refused_table() -> str:
