@@ -24,6 +24,7 @@ def _on_card(name: str, function):
             )
         return to_host(value)
 
+    @torch.compiler.disable  # torch 2.7 would compile it, too, where it is called from what was compiled
     def run(*args, **kwargs):
         out = function(*tree_map(given, args), **tree_map(given, kwargs))
         return tree_map(lambda value: to_card(value) if isinstance(value, Tensor) else value, out)
