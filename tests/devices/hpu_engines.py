@@ -95,6 +95,19 @@ def run_measured(folder: str, quant_config: str, lazy: bool) -> None:
     print(json.dumps(scores))
 
 
+def run_experts(folder: str, lazy: bool, **chosen: object) -> None:
+    """In the card's own type, which is bfloat16."""
+    scores, engine = scores_of(Path(folder), "hpu", pt_hpu_lazy_mode=lazy, dtype=None, **chosen)
+    print(json.dumps([scores, emulated_ops() if engine.rank.device.bridge.emulated else []]))
+
+
+def emulated_ops() -> list[str]:
+    """The card's own, those that this process has called on the stand-in."""
+    from habana_frameworks.torch._emulation import books
+
+    return sorted(books.own_ops)
+
+
 def run_scored(folder: str, lazy: bool) -> None:
     """In a process of its own: programs of one row that another engine has met are there for the next one."""
     limits = {"max_batch_size": 4, "max_total_tokens": 96, "max_batch_total_tokens": 1024}

@@ -24,11 +24,13 @@ from torch import Tensor
 
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.errors import ResourceError, StartError
-from text_generation_inference.kernels import block_lists, fp8, low_bit, reference
+from text_generation_inference.kernels import block_lists, experts, fp8, low_bit, reference
 from text_generation_inference.kernels.batch import PagedMeta
 from text_generation_inference.kernels.block_lists import (
     PromptParts,
 )
+from text_generation_inference.kernels.experts import look_within
+from text_generation_inference.kernels.fp8 import Fp8Weight
 from text_generation_inference.quant import choose
 from text_generation_inference.runner.warm.warm_up import WarmUp
 from text_generation_inference.types import DeviceMemory
@@ -367,10 +369,15 @@ def test_a_model_of_4_bits(hpu, start_hpu, tmp_path, monkeypatch):
 # -- experts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("per_call", [-1, 3])
-def test_experts(hpu, per_call):
-    from text_generation_inference.kernels.hpu.experts import experts
+def make_experts(hpu):
+    from text_generation_inference.kernels.hpu.experts import HpuExperts
+    from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
 
+    return HpuExperts(hpu.bridge, Fp8Ops(hpu.bridge))
+
+
+@pytest.mark.parametrize("per_call", [None, 3])
+def test_experts(hpu, per_call):
     x, gate_up, down = torch.randn(6, 32), torch.randn(8, 48, 32) / 6, torch.randn(8, 32, 24) / 5
     shares, chosen = torch.randn(6, 8).softmax(-1).topk(2)
     expected = torch.zeros_like(x)
@@ -380,8 +387,70 @@ def test_experts(hpu, per_call):
             expected[token] += share * (down[expert] @ (torch.nn.functional.silu(gate) * up))
     there = [t.to(hpu.torch_device) for t in (x, chosen, shares)]
     matrices = [part.flatten(0, 1).to(hpu.torch_device) for part in (gate_up, down)]
-    found = experts(*there, *matrices, per_call=per_call)
-    close(found, expected, 1e-4)
+    op = make_experts(hpu)
+    op._per_call = per_call
+    close(op.experts(*there, *matrices), expected, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("form", "per_call"),
+    [("fp8_fused_weights", None), ("fp8_fused_weights", 3), ("fp8_fused_weights_dynamic", None), ("", None)],
+    ids=["known scales", "by threes", "found scales", "widened"],
+)
+def test_experts_in_fp8(hpu, form, per_call):
+    """Rows of a matrix, tokens and experts are of different sizes, so that each scale is that of its own."""
+    if not hpu.supports_fp8:
+        pytest.skip("this card has no FP8")
+    torch.manual_seed(0)
+    count, hidden, width = 8, 32, 24
+    sizes = [torch.rand(count * rows, 1).mul(4).exp2() for rows in (2 * width, hidden)]
+    x = (torch.randn(6, hidden) * torch.rand(6, 1).mul(3).exp2()).bfloat16()
+    shares, chosen = torch.randn(6, count).softmax(-1).topk(2)
+    op = make_experts(hpu)
+    given = [
+        fp8.quantize_weight((torch.randn(size.shape[0], columns) * size / 8).bfloat16())
+        for size, columns in zip(sizes, (hidden, width), strict=True)
+    ]
+    packed = [hpu.ops.pack_fp8(each) for each in given]
+    wide = [fp8.dequantize_weight(Fp8Weight(each.data.cpu(), each.scale.cpu())) for each in packed]
+    expected = experts.experts(x.float(), chosen, shares, *wide)
+    if form == "fp8_fused_weights":
+        within = look_within(x.float(), chosen, shares, wide[0], count, "silu", None, False)
+        for each, seen in zip(given, (x.float(), within.gated), strict=True):
+            each.input_scale = seen.abs().max() / fp8.FP8_MAX
+        packed = [hpu.ops.pack_fp8(each) for each in given]
+    op._per_call = per_call
+    if not form:
+        op._forms = {}
+    there = [t.to(hpu.torch_device) for t in (x, chosen, shares)]
+    with Called() as called:
+        found = op.experts(*there, *packed)
+    assert found.dtype is torch.bfloat16
+    assert sum("mixture_of_experts" in name for name in called.names) == (3 if per_call else 1)
+    assert f"hpu.mixture_of_experts.{form or 'fused_weights'}" in called.names
+    error = (found.cpu().float() - expected).norm() / expected.norm()
+    assert error < (0.1 if form else 0.02), error  # of a scale that is another's: about 1
+
+
+def test_experts_in_fp8_that_no_form_takes(hpu):
+    """Inputs of which some have a known scale, clamped inputs, results in float32: widened, like what is not compiled
+    where there is no lazy mode."""
+    from text_generation_inference.kernels.hpu import experts as on_card
+
+    x, weight = torch.zeros(2, 4, dtype=torch.bfloat16), fp8.quantize_weight(torch.randn(8, 4))
+    known = replace(weight, input_scale=torch.tensor(0.5))
+    squares = fp8.quantize_weight(torch.randn(8, 4), by_square=True)
+    bounded = replace(weight, input_bound=3.0)
+    assert on_card._form_for(x, weight, weight) == "fp8_fused_weights_dynamic"
+    assert on_card._form_for(x, known, known) == "fp8_fused_weights"
+    assert not on_card._form_for(x.float(), known, known)
+    for pair in ((known, weight), (weight, known), (squares, weight), (weight, squares), (bounded, weight), (weight, bounded)):  # fmt: skip
+        assert not on_card._form_for(x, *pair)
+    form = "fp8_fused_weights"
+    assert on_card._find_form(form, on_card._GIVEN[form]) is not None
+    assert on_card._find_form(form, on_card._GIVEN[form] - {"d_scale_w3"}) is None
+    assert on_card._find_form(form, on_card._GIVEN[form] | {"another"}) is None
+    assert on_card._find_form("of_another_release", set()) is None
 
 
 # -- the engine ------------------------------------------------------------------------------------------------------

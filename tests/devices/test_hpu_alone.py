@@ -70,6 +70,38 @@ def test_measured_fp8(card: Card, tiny: Tiny, tmp_path: Path, lazy: bool, device
     assert noise.mean() > 0.005 and len(off) > 40 and off.mean() < 0.5 * noise.mean()
 
 
+@pytest.fixture(scope="module")
+def tiny_experts(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return make_tiny("Mixtral", {}, tmp_path_factory.mktemp("mixtral"))
+
+
+@pytest.mark.parametrize(
+    ("form", "lazy"),
+    [("fp8_fused_weights", True), ("fp8_fused_weights", False), ("fp8_fused_weights_dynamic", True)],
+    ids=["measured, lazy", "measured, eager", "found, lazy"],
+)
+def test_experts_in_fp8(
+    card: Card, tiny_experts: Tiny, tmp_path: Path, form: str, lazy: bool, device_name: str
+) -> None:
+    """By the form of the card's op that takes their scales: near to the definition on a CPU."""
+    if not card.supports_fp8:
+        pytest.skip("this card has no FP8")
+    chosen: dict[str, object] = {"quantize": "fp8"}
+    if form == "fp8_fused_weights":
+        generation = {"device_for_scales": "GAUDI2"} if card.fp8_max == 240.0 else {}
+        chosen = {"quant_config": write_quant_config(tiny_experts.folder, tmp_path, requests(), **generation)}
+    program = f"import hpu_engines; hpu_engines.run_experts({str(tiny_experts.folder)!r}, {lazy}, **{chosen!r})"
+    said = run_alone(device_name, program, PT_HPU_LAZY_MODE=str(int(lazy))).splitlines()[-1]
+    found, names = json.loads(said)
+    assert not card.emulated or f"mixture_of_experts.{form}" in names
+    plain, expected = (scores_of(tiny_experts.folder, "cpu", **more)[0] for more in ({}, {**chosen, "dtype": None}))
+    off, noise = (
+        torch.tensor([abs(a - b) for pair in zip(some, expected, strict=True) for a, b in together(*pair)])
+        for some in (found, plain)
+    )
+    assert len(off) > 40 and off.mean() < noise.mean(), (off.mean(), noise.mean())
+
+
 def together(some: list[list[float]], others: list[list[float]]) -> list[tuple[float, float]]:
     """Scores of both, as far as they have the same tokens."""
     pairs = list(zip(some[0], others[0], strict=True))

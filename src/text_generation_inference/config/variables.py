@@ -51,7 +51,7 @@ OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RA
 _OWN_PLAN = "shapes follow the two strategies"
 _OWN_QUANTISER = "scales are measured and read by this program itself"
 _OWN_ATTENTION = "attention is chosen by USE_FLASH_ATTENTION"
-_ALL_EXPERTS = "the experts of a rank are computed all at once"
+_ALL_EXPERTS = "the experts of a rank are computed all at once, up to software 1.20 by 64"
 _OWN_COMPILER = "what is compiled is chosen by PT_HPU_LAZY_MODE"
 
 # Variables that change nothing on any device, and why.

@@ -12,7 +12,7 @@ from text_generation_inference.kernels import reference
 from text_generation_inference.kernels.fp8 import FP8_MAX, Fp8Weight, apply_scales
 from text_generation_inference.kernels.hpu.attention import HpuAttention
 from text_generation_inference.kernels.hpu.bridge import Bridge
-from text_generation_inference.kernels.hpu.experts import experts
+from text_generation_inference.kernels.hpu.experts import HpuExperts
 from text_generation_inference.kernels.hpu.fp8 import Fp8Ops
 from text_generation_inference.kernels.hpu.pass_memo import PassMemo
 from text_generation_inference.kernels.hpu.uint4 import KINDS, Uint4Ops, has_uint4
@@ -114,7 +114,7 @@ def load_ops(
         silu=norms.activation(reference.silu),
         layer_norm=norms.layer_norm,
         add_layer_norm=norms.add_layer_norm,
-        experts=experts,
+        experts=HpuExperts(bridge, fp8).experts,
         rotary_and_cache=attention.rotary_and_cache,
         attention=attention.attention,
         keep_rows=attention.keep_rows,

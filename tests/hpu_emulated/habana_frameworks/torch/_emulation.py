@@ -28,6 +28,7 @@ class Books:
         self.unread_inputs = 0  # of the graphs that were captured, all together
         self.mark_steps = 0
         self.recompute = False
+        self.own_ops: set[str] = set()  # of the card's, those that were called
         self._capturing = False
 
     @property

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from habana_frameworks.torch._card import to_card, to_host
-from habana_frameworks.torch._emulation import FP8_MAX, GENERATION
+from habana_frameworks.torch._emulation import FP8_MAX, GENERATION, books
 
 _library = torch.library.Library("hpu", "DEF")
 _E4M3 = torch.float8_e4m3fn
@@ -26,6 +26,7 @@ def _on_card(name: str, function):
 
     @torch.compiler.disable  # torch 2.7 would compile it, too, where it is called from what was compiled
     def run(*args, **kwargs):
+        books.own_ops.add(name)
         out = function(*tree_map(given, args), **tree_map(given, kwargs))
         return tree_map(lambda value: to_card(value) if isinstance(value, Tensor) else value, out)
 
@@ -259,3 +260,51 @@ def fused_experts(hidden_states, expert_routing_table, router_weights, w12, w3, 
         share = (router_weights * (expert_routing_table == expert)).sum(-1, keepdim=True)
         out += F.linear(_ACTIVATIONS[activation](gate) * up, last).float() * share.float()
     return out.to(hidden_states.dtype)
+
+
+def _experts_in_fp8(rows: Tensor, routing: tuple[Tensor, Tensor], matrices, scales, within, of_all) -> Tensor:
+    """`within`: for each expert the scale of what goes into its second product; None: one for each row, found here."""
+    table, shares = routing
+    permuted_weights, activation, first, last = of_all
+    if any(x.dtype is not _E4M3 for x in (rows, *matrices[0], *matrices[1])):
+        raise RuntimeError("mixture_of_experts in FP8: one of its matrices is in another type")
+    if shares.dtype is not torch.bfloat16 or table.dtype is not torch.int64:
+        raise RuntimeError(f"mixture_of_experts in FP8: shares in {shares.dtype}, numbers in {table.dtype}")
+    counts = {len(each) for each in (*matrices, *scales[1:], within or matrices[0])}
+    if counts != {last - first + 1}:
+        raise RuntimeError(f"mixture_of_experts in FP8: {counts} matrices and scales for experts {first} to {last}")
+    if scales[0].numel() not in (1, len(rows)):
+        raise RuntimeError(f"mixture_of_experts in FP8: {tuple(scales[0].shape)} scales of {len(rows)} rows")
+    wide = _widen(rows) * scales[0]
+    out = torch.zeros_like(wide)
+    for number, (one, two, scale_one, scale_two) in enumerate(zip(*matrices, *scales[1:], strict=True)):
+        one, two = (_widen(each if permuted_weights else each.mT) for each in (one, two))
+        for scale, matrix in ((scale_one, one), (scale_two, two)):
+            if scale.dtype is not torch.float32 or scale.numel() not in (1, len(matrix)):
+                raise RuntimeError(f"mixture_of_experts in FP8: {tuple(scale.shape)} scales of {len(matrix)} rows")
+        gate, up = (F.linear(wide, one) * scale_one).bfloat16().chunk(2, dim=-1)
+        gated = _ACTIVATIONS[activation](gate) * up
+        if within is None:
+            scale = (gated.float().abs().amax(-1, keepdim=True) + 1e-8) / FP8_MAX
+        else:
+            scale = within[number]
+        largest = FP8_MAX * scale
+        gated = torch.minimum(torch.maximum(gated.float(), -largest), largest)
+        gated = _widen(_cast(gated, 1 / scale, _E4M3, False)[0]) * scale
+        share = (shares * (table == first + number)).sum(-1, keepdim=True)
+        out += F.linear(gated, two) * scale_two * share.float()
+    return out.bfloat16()
+
+
+@_op("mixture_of_experts.fp8_fused_weights(Tensor hidden_states, Tensor expert_routing_table, Tensor router_weights, Tensor[] w12, Tensor[] w3, Tensor d_scale_hidden_states, Tensor[] d_scale_intermediate_hidden_states, Tensor[] d_scale_w12, Tensor[] d_scale_w3, bool permuted_weights, str activation, int experts_min, int experts_max) -> Tensor")  # fmt: skip
+def experts_of_known_scales(hidden_states, expert_routing_table, router_weights, w12, w3, d_scale_hidden_states, d_scale_intermediate_hidden_states, d_scale_w12, d_scale_w3, permuted_weights, activation, experts_min, experts_max):  # fmt: skip
+    scales = d_scale_hidden_states, d_scale_w12, d_scale_w3
+    of_all = permuted_weights, activation, experts_min, experts_max
+    return _experts_in_fp8(hidden_states, (expert_routing_table, router_weights), (w12, w3), scales, d_scale_intermediate_hidden_states, of_all)  # fmt: skip
+
+
+@_op("mixture_of_experts.fp8_fused_weights_dynamic(Tensor hidden_states, Tensor expert_routing_table, Tensor router_weights, Tensor[] w12, Tensor[] w3, Tensor d_scale_hidden_states, Tensor[] d_scale_w12, Tensor[] d_scale_w3, bool permuted_weights, str activation, int experts_min, int experts_max, *, int chunk_size=0, int total_experts=0) -> Tensor")  # fmt: skip
+def experts_of_found_scales(hidden_states, expert_routing_table, router_weights, w12, w3, d_scale_hidden_states, d_scale_w12, d_scale_w3, permuted_weights, activation, experts_min, experts_max, chunk_size=0, total_experts=0):  # fmt: skip
+    scales = d_scale_hidden_states, d_scale_w12, d_scale_w3
+    of_all = permuted_weights, activation, experts_min, experts_max
+    return _experts_in_fp8(hidden_states, (expert_routing_table, router_weights), (w12, w3), scales, None, of_all)
