@@ -90,7 +90,7 @@ export async function pictures_are_picked_pasted_and_dropped_behind_a_key({ page
     await until(async () => (await page.locator("#attachments img").count()) === (kind === "paste" ? 2 : 3), kind);
   }
   await page.click("[aria-label='Remove picture 3']");
-  await set(page, { max_tokens: 5 });
+  await set(page, { max_tokens: 5, temperature: 0 });
   await send(page, "What is this?");
   // The key: asked for, wrong, right, and in this tab alone.
   await page.waitForSelector("#key-dialog[open]");
