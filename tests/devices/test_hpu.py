@@ -211,7 +211,8 @@ def test_fp8_products(hpu, fp8_ops, by_square, static):
 
 def test_inputs_beyond_what_was_measured_are_brought_into_range(hpu, fp8_ops):
     """A cast beyond the card's range clips or gives no number, as it pleases."""
-    weight = fp8_ops.pack_fp8(fp8.Fp8Weight(torch.full((4, 8), 120.0).to(fp8.FP8), torch.ones(4), torch.tensor(0.5)))
+    data, scale = torch.full((4, 8), 120.0).to(fp8.FP8), torch.tensor(0.5)
+    weight = fp8_ops.pack_fp8(fp8.Fp8Weight(data, torch.ones(4), scale, full_scale=hpu.fp8_max))
     weight = replace(weight, **{name: getattr(weight, name).to(hpu.torch_device) for name in ("data", "scale", "input_scale")})  # fmt: skip
     rows = fp8_ops.quantize_rows(torch.tensor([[1e4, -1e4, 3.0]]).to(hpu.torch_device), weight)
     assert rows.data.cpu().float().tolist() == [[hpu.fp8_max, -hpu.fp8_max, 6.0]]
@@ -237,11 +238,16 @@ def test_a_decode_graph_has_no_input_that_it_does_not_read(hpu, start_hpu, tmp_p
 
 
 def test_what_fits_is_left_alone(hpu, fp8_ops):
-    """Scales that were measured for this card stay as they are."""
+    """Scales that were measured for this card stay as they are. Of a checkpoint's, made for 448, that of inputs is
+    changed, whether or not the part of a matrix that a rank has is within the card's range."""
     data = torch.full((4, 8), 120.0).to(fp8.FP8)
-    packed = fp8_ops.pack_fp8(fp8.Fp8Weight(data, torch.full((4,), 0.5), torch.tensor(0.25)))
-    assert packed.data.cpu().view(torch.uint8).equal(data.view(torch.uint8))
-    assert packed.scale.tolist() == [0.5] * 4 and packed.input_scale.item() == 0.25
+    scales = torch.full((4,), 0.5), torch.tensor(0.25)
+    for full_scale in (hpu.fp8_max, fp8.FP8_MAX):
+        packed = fp8_ops.pack_fp8(fp8.Fp8Weight(data, *scales, full_scale=full_scale))
+        assert packed.data.cpu().view(torch.uint8).equal(data.view(torch.uint8))
+        assert packed.scale.tolist() == [0.5] * 4
+        assert packed.input_scale.item() == pytest.approx(0.25 * full_scale / hpu.fp8_max)
+        assert packed.known_scale == packed.input_scale.item()
 
 
 def test_fp8_cache(hpu, fp8_ops):
@@ -397,7 +403,7 @@ def test_experts(hpu, per_call):
     [("fp8_fused_weights", None), ("fp8_fused_weights", 3), ("fp8_fused_weights_dynamic", None), ("", None)],
     ids=["known scales", "by threes", "found scales", "widened"],
 )
-def test_experts_in_fp8(hpu, form, per_call):
+def test_experts_in_fp8(hpu, caplog, form, per_call):
     """Rows of a matrix, tokens and experts are of different sizes, so that each scale is that of its own."""
     if not hpu.supports_fp8:
         pytest.skip("this card has no FP8")
@@ -423,9 +429,10 @@ def test_experts_in_fp8(hpu, form, per_call):
     if not form:
         op._forms = {}
     there = [t.to(hpu.torch_device) for t in (x, chosen, shares)]
-    with Called() as called:
+    with Called() as called, caplog.at_level("WARNING"):
         found = op.experts(*there, *packed)
     assert found.dtype is torch.bfloat16
+    assert ("Experts in FP8 are widened in each pass" in caplog.text) == (not form)
     assert sum("mixture_of_experts" in name for name in called.names) == (3 if per_call else 1)
     assert f"hpu.mixture_of_experts.{form or 'fused_weights'}" in called.names
     error = (found.cpu().float() - expected).norm() / expected.norm()

@@ -29,6 +29,7 @@ class Fp8Weight:
     input_scale: Tensor | None = None  # [] float32, the same for all inputs; None: found from the inputs themselves
     dtype: torch.dtype = torch.float32  # of the values that the matrix stands for, and of its products
     input_bound: float | None = None  # inputs are clamped to it before they are quantised, by whoever has them
+    full_scale: float = FP8_MAX  # the largest e4m3 that its scales were chosen for
 
     @property
     def by_square(self) -> bool:

@@ -9,14 +9,14 @@ Scales that are known when a model is loaded are constants to the card's compile
 take them at no cost: numbers where an op takes numbers, else tensors that are marked before any graph is captured.
 """
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from text_generation_inference.kernels import fp8, reference
-from text_generation_inference.kernels.fp8 import FP8, FP8_MAX, AttentionScales, Fp8Rows, Fp8Weight
+from text_generation_inference.kernels.fp8 import FP8, AttentionScales, Fp8Rows, Fp8Weight
 from text_generation_inference.kernels.hpu.bridge import Bridge
 from text_generation_inference.kernels.matrices import Rows, Weight
 
@@ -54,9 +54,13 @@ class Fp8Ops:
     def pack_fp8(self, weight: Fp8Weight) -> Fp8Weight:
         """The weight in the form and range that the card multiplies, and there. Called once after loading, wherever
         that has left it."""
+        input_scale = weight.input_scale
+        if input_scale is not None and weight.full_scale > self._full_scale:
+            input_scale = input_scale * (weight.full_scale / self._full_scale)
         on_host = weight.data.cpu()
+        # A rank's part of a matrix may be within the card's range where all of it is not.
         if not weight.by_square and float(on_host.float().abs().max()) <= self._full_scale:
-            return self._send(weight)
+            return self._send(replace(weight, input_scale=input_scale))
         data = torch.empty_like(on_host)
         scales: list[Tensor] = []
         rows = weight.shape[0]
@@ -66,9 +70,6 @@ class Fp8Ops:
             scale = (wide.abs().amax(-1) / self._full_scale).clamp(min=_SMALLEST)
             data[part] = (wide / scale[:, None]).clamp(-self._full_scale, self._full_scale).to(FP8)
             scales.append(scale)
-        input_scale = weight.input_scale
-        if input_scale is not None:  # whoever made the weight for 448 has chosen it for 448, too
-            input_scale = input_scale * (FP8_MAX / self._full_scale)
         return self._send(Fp8Weight(data, torch.cat(scales), input_scale, weight.dtype, weight.input_bound))
 
     def _send(self, weight: Fp8Weight) -> Fp8Weight:

@@ -70,7 +70,8 @@ class MeasuredFp8(Fp8):
         for name, (most, measured) in largest.items():
             _check_maximum(name, most, measured)
         input_scale = torch.tensor(max(found.input_scale for found in self.scales), device=data[0].device)
-        return Fp8Weight(join(data), torch.cat(rows), input_scale, dtype)
+        full_scale = self.scales[0].generation.full_scale
+        return Fp8Weight(join(data), torch.cat(rows), input_scale, dtype, full_scale=full_scale)
 
 
 def _check_maximum(name: str, found: Tensor, measured: float | None) -> None:
