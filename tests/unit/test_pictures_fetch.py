@@ -4,8 +4,10 @@ import asyncio
 import gzip
 import os
 import shutil
+import socket
 import ssl
 import subprocess
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
@@ -336,6 +338,15 @@ def test_the_machine_itself_is_not_asked(host: str) -> None:
     assert asyncio.run(run()) == ("Could not fetch image: the host has no public address", b"x")
 
 
+def test_whether_this_machine_listens_is_not_told() -> None:
+    async def run() -> str:
+        async with server(HEAD) as (url, _):
+            pass
+        return await refusal(make(policy=_AllPublic()), url)
+
+    assert asyncio.run(run()) == "Could not fetch image: the host has no public address"
+
+
 def test_other_machines_are_asked() -> None:
     """An address that is not the one we have towards it, which 127.0.0.2 stands for."""
 
@@ -426,6 +437,57 @@ def test_fetches_are_bounded_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(text == "too many pictures are being fetched" for text in texts) >= 2
     monkeypatch.setattr(fetch, "MAX_BYTES_AT_ONCE", 100)
     assert run_with(HEAD + b"\r\n" + BODY) == "too many bytes of pictures are being fetched"
+
+
+def test_names_that_one_caller_left_hold_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking one up cannot be ended: its thread goes on after who asked has gone away."""
+    end = threading.Event()
+    names: list[str] = []
+
+    def look_up(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        names.append(host)
+        if host.startswith("slow"):
+            end.wait(20)
+        return [(None, None, None, None, ("127.0.0.1", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    caller = ""
+
+    async def run() -> None:
+        nonlocal caller
+        fetcher = make(caller=lambda: caller)
+        async with server(HEAD + b"\r\nx") as (url, _):
+            caller = "impatient"
+            for _ in range(4):
+                tasks = [asyncio.create_task(_take(fetcher, "http://slow.example/x")) for _ in range(fetch.MAX_AT_ONCE)]
+                await asyncio.sleep(0.05)
+                for task in tasks:
+                    task.cancel()
+                outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            assert any(isinstance(each, OverloadedError) for each in outcomes)
+            assert len(names) == fetch.MAX_NAMES * 3 // 4
+            caller = "patient"
+            assert await _take(fetcher, url.replace("127.0.0.1", "quick.example")) == b"x"
+            end.set()
+            caller = "impatient"
+            async with asyncio.timeout(5):
+                while await _outcome(fetcher, url.replace("127.0.0.1", "quick.example")) != b"x":
+                    await asyncio.sleep(0.01)  # until threads have ended
+        fetcher.close()
+
+    asyncio.run(run())
+
+
+async def _outcome(fetcher: Fetcher, url: str) -> bytes | OverloadedError:
+    try:
+        return await _take(fetcher, url)
+    except OverloadedError as error:
+        return error
+
+
+async def _take(fetcher: Fetcher, url: str) -> bytes:
+    async with fetcher.fetch(url) as (data,):
+        return bytes(data)
 
 
 def test_cancelling_frees_connection_and_slot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ import stat
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from text_generation_inference.pictures import store as store_module
 from text_generation_inference.pictures.decode import decode
 from text_generation_inference.pictures.folder import bytes_to_keep, make_picture_folder
 from text_generation_inference.pictures.frames import PreparedPicture
-from text_generation_inference.pictures.loader import PictureLoader
+from text_generation_inference.pictures.loader import LoadedPicture, PictureLoader
 from text_generation_inference.pictures.rules import find_rule
 from text_generation_inference.pictures.store import PictureStore
 from text_generation_inference.types import VideoSource
@@ -128,6 +129,34 @@ def test_who_comes_at_once_with_the_same_picture_waits_for_one(pictures: Picture
         pictures.release(digests)
 
     asyncio.run(run())
+
+
+def test_who_waits_for_somebody_without_a_turn_takes_one(model: Path, tmp_path: Path) -> None:
+    """Whoever began with the same bytes may have too much at work; that is nobody else's fault."""
+    turns = 0
+
+    @asynccontextmanager
+    async def turn() -> AsyncIterator[None]:
+        nonlocal turns
+        turns += 1
+        if turns == 1:
+            await asyncio.sleep(0.05)
+            raise OverloadedError("too much work is waiting")
+        yield
+
+    loader = PictureLoader(ServerConfig(), model, tmp_path, decode_turn=turn)
+    loads = [loader.load([as_uri(encoded(noise(4)))]) for _ in range(3)]
+
+    async def run() -> list[list[LoadedPicture] | BaseException]:
+        return await asyncio.gather(*loads, return_exceptions=True)
+
+    first, *others = asyncio.run(run())
+    assert isinstance(first, OverloadedError) and turns == 2
+    for found in others:
+        assert isinstance(found, list)
+        loader.release(picture.digest for picture in found)
+    assert loader.store.num_references == loader.num_under_way == 0
+    loader.close()
 
 
 def test_order_is_kept(pictures: PictureLoader, site: str) -> None:

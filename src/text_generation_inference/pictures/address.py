@@ -162,9 +162,8 @@ class AddressPolicy:
             raise AddressError(_NO_PUBLIC_ADDRESS)
 
     def check_connection(self, ours: IpAddress, theirs: IpAddress) -> None:
-        """Addresses of both ends. One of this machine, public as it may be, is behind its firewall from here.
-
-        Raises `AddressError`.
+        """Addresses of both ends, before anything is sent. One of this machine, public as it may be, is behind its
+        firewall from here; whether anybody listens there is not told either. Raises `AddressError`.
         """
         if ours == theirs and not self._allow_private:
             raise AddressError(_NO_PUBLIC_ADDRESS)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from text_generation_inference.errors import ValidationError
+from text_generation_inference.pictures.frames import MAX_FRAMES
 from text_generation_inference.types import VideoSource
 
 _MAX_HEAD = 1000  # characters before the comma
@@ -53,10 +54,16 @@ def split_video(video: VideoSource) -> tuple[list[Any], bool]:
     source = video.frames[0] if video.is_animation else None
     if not isinstance(source, str) or source[:_MAX_HEAD].lower().partition("data:video/")[1] != "data:video/":
         return video.frames, video.is_animation
-    head, *frames = source.split(",")
-    if head.lower() != "data:video/jpeg;base64":
+    if source[:_MAX_HEAD].partition(",")[0].lower() != "data:video/jpeg;base64":
         raise ValidationError(NO_VIDEO)
+    check_frames(source.count(","))
+    _, *frames = source.split(",")
     return [f"data:image/jpeg;base64,{frame}" for frame in frames], False
+
+
+def check_frames(count: int) -> None:
+    if not 0 < count <= MAX_FRAMES:
+        raise ValidationError(f"a video must have 1 to {MAX_FRAMES} frames. Given: {count}")
 
 
 def _encode(source: str, start: int) -> bytearray:

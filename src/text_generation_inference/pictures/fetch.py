@@ -31,6 +31,7 @@ log = logging.getLogger("text_generation_inference.pictures")
 
 MAX_REDIRECTS = 5
 MAX_AT_ONCE = 32  # fetches, in all
+MAX_NAMES = 2 * MAX_AT_ONCE  # that are looked up: who goes away leaves a thread that cannot be ended
 MAX_BYTES_AT_ONCE = 1 << 30  # of bodies, in all: those that arrive, and those that are not decoded yet
 _MAX_DIALLED = 4  # addresses of one name
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -70,7 +71,8 @@ class Fetcher:
         self._turn = turn or self._slot
         self._room = SharedRoom(MAX_BYTES_AT_ONCE, caller)
         # Threads of our own: names that nobody answers for hold up nobody else's work.
-        self._threads = ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="resolve")
+        self._names = SharedRoom(MAX_NAMES, caller)
+        self._threads = ThreadPoolExecutor(MAX_NAMES, thread_name_prefix="resolve")
 
     @property
     def num_bytes(self) -> int:
@@ -184,38 +186,50 @@ class Fetcher:
         tried = answers[:_MAX_DIALLED]
         for left, ip in zip(range(len(tried), 0, -1), tried, strict=True):
             try:
+                self._policy.check_connection(_address_towards(ip), ip)
                 async with asyncio.timeout((end - asyncio.get_running_loop().time()) / left):
                     reader, writer = await asyncio.open_connection(
                         str(ip), address.port, ssl=tls, server_hostname=address.host if tls else None
                     )
+            except AddressError:
+                log.info("%s is not asked for a picture: it is at this machine", shorten(address.host))
+                raise
             except (OSError, TimeoutError):
                 if left == 1:
                     raise
                 continue
-            ours = writer.get_extra_info("sockname")
-            try:
-                self._policy.check_connection(ip_address(ours[0]) if ours else ip, ip)
-            except AddressError:
-                log.info("%s is not asked for a picture: it is at this machine", shorten(address.host))
-                writer.transport.abort()
-                raise
             return reader, writer
         raise AddressError("the host has no public address")
 
     async def _context(self) -> ssl.SSLContext:
         if self._tls is None:  # the system's certificates: many files
-            self._tls = await asyncio.get_running_loop().run_in_executor(self._threads, ssl.create_default_context)
+            self._tls = await asyncio.to_thread(ssl.create_default_context)
         return self._tls
 
     async def _ask_system(self, host: str, port: int) -> list[IpAddress]:
-        loop = asyncio.get_running_loop()
+        loop, caller = asyncio.get_running_loop(), self._names.caller()
+        if not self._names.try_take(caller, 1):
+            raise OverloadedError("too many names are being looked up")
+
+        def end(_: object) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._names.give_back, caller, 1)
+
+        asked = self._threads.submit(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        asked.add_done_callback(end)  # once the thread is done, also if nobody waits for it any more
         try:
-            found = await loop.run_in_executor(
-                self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            )
+            found = await asyncio.wrap_future(asked)
         except (OSError, UnicodeError):
             return []
         return [ip_address(entry[4][0]) for entry in found]
+
+
+def _address_towards(ip: IpAddress) -> IpAddress:
+    """Ours, as who is at `ip` would see it. Nothing is sent."""
+    family = socket.AF_INET if ip.version == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((str(ip), 9))  # any port will do
+        return ip_address(probe.getsockname()[0])
 
 
 def too_large(num_bytes: int, max_bytes: int) -> ValidationError:

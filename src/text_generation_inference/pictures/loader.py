@@ -23,7 +23,7 @@ from text_generation_inference.config import ServerConfig
 from text_generation_inference.errors import ModelFormatError, OverloadedError, ValidationError
 from text_generation_inference.files import check_plain_file
 from text_generation_inference.pictures.address import AddressPolicy
-from text_generation_inference.pictures.data_uri import invalid_content, parse_data_uri, split_video
+from text_generation_inference.pictures.data_uri import check_frames, invalid_content, parse_data_uri, split_video
 from text_generation_inference.pictures.decode import check_size, to_rgb
 from text_generation_inference.pictures.fetch import Fetcher, Turn, too_large
 from text_generation_inference.pictures.folder import bytes_to_keep
@@ -210,8 +210,7 @@ class PictureLoader:
     async def _gather(self, video: VideoSource, held: AsyncExitStack) -> tuple[PictureJob, bytearray]:
         """All frames of a video, one after the other."""
         sources, is_animation = await self._aside(_DONE_AT_ONCE + 1, lambda: split_video(video))
-        if not sources or len(sources) > MAX_FRAMES:
-            raise ValidationError(f"a video must have 1 to {MAX_FRAMES} frames. Given: {len(sources)}")
+        check_frames(len(sources))
         urls = [source for source in sources if _is_url(source)]
         bodies = await self._fetch(urls, held) if urls else []
         frames: list[FrameJob] = []
@@ -265,12 +264,17 @@ class PictureLoader:
         is_known = True
         while (prepared := self.store.acquire(source)) is None:
             is_known = False
-            task = self._under_way.get(source)
+            task, is_ours = self._under_way.get(source), False
             if task is None:
+                is_ours = True
                 task = asyncio.create_task(self._work(source, job, data, held.pop_all(), salt))
                 self._under_way[source] = task
                 task.add_done_callback(lambda task: self._forget(source, task))
-            await asyncio.shield(task)  # whoever goes away takes nothing from the others
+            try:
+                await asyncio.shield(task)  # whoever goes away takes nothing from the others
+            except OverloadedError:  # of who began it, which had no turn: we may have one
+                if is_ours:
+                    raise
         self._counts.hits += is_known
         return prepared
 
