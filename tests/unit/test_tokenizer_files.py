@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from text_generation_inference.errors import ModelFormatError
+from text_generation_inference.text import sentencepiece
 from text_generation_inference.text.ids_as_text import IdsAsText
 from text_generation_inference.text.sentencepiece import read_sentencepiece
 from text_generation_inference.text.tokenizer import Tokenizer
@@ -269,6 +270,89 @@ def test_internlm2(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+def test_marks_of_chats_beside_the_pieces(tmp_path: Path) -> None:
+    """Where spaces are pieces one stands before each part of a text, and none before what is found in it."""
+    pieces = make_pieces()
+    write_pieces(tmp_path / "tokenizer.model", pieces)
+    beside = {"<|im_start|>": len(pieces), "<|im_end|>": len(pieces) + 1}
+    write_files(tmp_path, {"config.json": {"model_type": "llama"}, "tokenizer_config.json": LLAMA})
+    text = "<|im_start|>the\nfox<|im_end|>\n<|im_start|>dog\n"
+    fields = {"special": False, "normalized": True}
+    declared = {str(token_id): {"content": token, **fields} for token, token_id in beside.items()}
+    declared |= {str(token_id): {"content": pieces[token_id][0], "special": True} for token_id in range(3)}
+    for files in (
+        {"added_tokens.json": beside},
+        {"tokenizer_config.json": {**LLAMA, "added_tokens_decoder": declared}},
+        {"tokenizer_config.json": {**LLAMA, "legacy": False, "added_tokens_decoder": declared}},
+    ):
+        tokenizer = Tokenizer.load(write_files(tmp_path, files))
+        ids = tokenizer.encode(text)
+        assert [token_id for token_id in ids if token_id in beside.values()] == [
+            *beside.values(),
+            beside["<|im_start|>"],
+        ]
+        newer = "legacy" in files.get("tokenizer_config.json", {})
+        assert tokenizer.decode(ids[1:]).replace(" ", "") == text
+        assert tokenizer.decode(ids[1:]) == text or not newer
+
+
+def test_ids_that_are_not_those_of_the_vocabulary(tmp_path: Path) -> None:
+    pieces = make_pieces()
+    write_pieces(tmp_path / "tokenizer.model", pieces)
+    write_files(tmp_path, {"config.json": {"model_type": "llama"}})
+    for ids, text in (
+        (
+            {"<|im_end|>": len(pieces) + 2},
+            rf"'<\|im_end\|>' has the id {len(pieces)} by the vocabulary but {len(pieces) + 2}",
+        ),
+        ({"<|im_end|>": 5}, "by the vocabulary but 5 by added_tokens.json"),
+        ({"<|im_end|>": "x", "<|im_start|>": 3}, r"added_tokens\.json has no id for '<\|im_end\|>'"),
+    ):
+        write_files(tmp_path, {"added_tokens.json": ids})
+        with pytest.raises(ModelFormatError, match=text):
+            Tokenizer.load(tmp_path)
+
+
+def test_pieces_that_somebody_has_defined(tmp_path: Path) -> None:
+    """They are cut out of a text first, whatever its other pieces would be."""
+    defined = [(piece, 0.0, 4) for piece in ("\n", "▁▁▁", "fo", "<r>")]
+    pieces = [each for each in make_pieces() if each[0] not in ("▁▁▁", "fo")] + defined
+    write_pieces(tmp_path / "tokenizer.model", pieces)
+    write_files(tmp_path, {"config.json": {"model_type": "llama"}})
+    tokenizer = Tokenizer.load(tmp_path)
+
+    def cut(text: str) -> list[str]:
+        return [tokenizer.token_of(token_id) for token_id in tokenizer.encode(text)[1:]]
+
+    assert cut("the  \na") == ["▁the", "▁▁", "\n", "a"]
+    assert cut("a    the") == ["▁a", "▁▁▁", "▁the"]
+    assert cut("a   the") == ["▁a", "▁▁▁", "t", "h", "e"]
+    assert cut("a fox\\n") == ["▁a", "▁", "fo", "x", "<0x5C>", "n"]
+    assert cut("<r>the") == ["<r>", "▁the"]
+    write_pieces(tmp_path / "tokenizer.model", [*pieces, ("▁<PRE>", 0.0, 4)])
+    with pytest.raises(ModelFormatError, match="the piece '▁<PRE>' is defined with a space"):
+        Tokenizer.load(tmp_path)
+
+
+def test_pieces_that_would_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tokenizer.model"
+    write_files(tmp_path, {"config.json": {"model_type": "llama"}})
+
+    def refused(pieces: list[tuple[str, float, int]]) -> str:
+        write_pieces(path, pieces)
+        with pytest.raises(ModelFormatError) as caught:
+            Tokenizer.load(tmp_path)
+        return str(caught.value)
+
+    pieces = make_pieces()
+    assert "has 5000 characters, and 512 are allowed" in refused([*pieces, ("x" * 5000, -1.0, 1)])
+    assert "has no piece for what is unknown" in refused(pieces[1:])
+    monkeypatch.setattr(sentencepiece, "_MAX_MERGES", 20)
+    assert "join in more than 20 ways" in refused(pieces)
+    monkeypatch.setattr(sentencepiece, "_MAX_PIECES", 100)
+    assert "has more than 100 pieces" in refused(pieces)
+
+
 def test_baichuan(tmp_path: Path) -> None:
     config = {"tokenizer_class": "BaichuanTokenizer", "add_bos_token": False, "bos_token": {"content": "<s>"}}
     write_pieces(tmp_path / "tokenizer.model", make_pieces())
@@ -284,6 +368,10 @@ def test_spaces_that_count_once(tmp_path: Path) -> None:
     assert (
         tokenizer.encode("  the    fox ") == tokenizer.encode("the fox") == [1, *map(tokenizer.id_of, ("▁the", "▁fox"))]
     )
+    # Other blanks than spaces are characters like all others.
+    assert tokenizer.decode(tokenizer.encode(" a\n ")[1:]) == "a\n"
+    assert tokenizer.decode(tokenizer.encode("\u3000a\t\n")[1:]) == "\u3000a\t\n"
+    assert tokenizer.encode("   ") == tokenizer.encode("") == [1]
 
 
 def test_hostile_files(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from typing import Any, cast
 from tokenizers import AddedToken, Tokenizer
 
 from text_generation_inference.errors import ModelFormatError
-from text_generation_inference.files import read_json_object
+from text_generation_inference.files import read_json_object, shorten
+
+OLDER = "added_tokens.json"
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,17 @@ def _declared_tokens(folder: Path, config: dict[str, Any]) -> list[AddedToken]:
     return [by_id[token_id] for token_id in sorted(by_id)]
 
 
+def older_ids(folder: Path) -> dict[str, int]:
+    """Tokens beside the vocabulary, where tokenizer_config.json declares none."""
+    ids = read_json(folder, OLDER)
+    for text, token_id in ids.items():
+        if not isinstance(token_id, int) or isinstance(token_id, bool):
+            raise ModelFormatError(f"{folder / OLDER} has no id for {shorten(text)}. Download the model again.")
+    return ids
+
+
 def _older_tokens(folder: Path, special: set[str]) -> list[AddedToken]:
-    ids = read_json(folder, "added_tokens.json")
+    ids = older_ids(folder)
     texts = sorted(ids, key=lambda text: ids[text])
     return [_added(text, normalized=text not in special, special=text in special) for text in texts]
 

@@ -4,8 +4,10 @@ The file is a protobuf message, of which the few fields that decide about tokens
 pieces in a form of their own and come to `build_sentencepiece` too.
 """
 
+import itertools
+import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -13,11 +15,15 @@ from typing import NoReturn
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from text_generation_inference.errors import ModelFormatError
-from text_generation_inference.files import MAX_JSON_BYTES, check_plain_file
+from text_generation_inference.files import MAX_JSON_BYTES, check_plain_file, shorten
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # kinds of pieces
 _SPACE = "\u2581"  # how SentencePiece spells a space
 _BPE = 2  # among the types of models
+_MAX_PIECES = 1 << 20
+_MAX_LENGTH = 512  # characters of a piece that is joined from others
+_MAX_MERGES = 1 << 22  # a vocabulary of 256,000 has some 600,000
+_OTHER_FILE = "Put a tokenizer.json of this model into its folder"
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # how protobuf stores a field
 
 
@@ -40,18 +46,30 @@ class SentencePieceFile:
 
     @property
     def unknown(self) -> str:
-        return self.pieces[self.kinds.index(UNKNOWN)] if UNKNOWN in self.kinds else self.pieces[0]
+        return self.pieces[self.kinds.index(UNKNOWN)]
 
 
 def build_sentencepiece(
-    tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int], unknown: str, spaces: Spaces
+    tokens: Sequence[str],
+    scores: Sequence[float],
+    kinds: Sequence[int],
+    unknown: str,
+    spaces: Spaces,
+    apart: Collection[str] = (),
 ) -> Tokenizer:
-    """A tokenizer without special tokens."""
-    normal = {token: score for token, score, kind in zip(tokens, scores, kinds, strict=True) if kind == NORMAL}
+    """A tokenizer without special tokens. Raises `ValueError` for pieces that would take too long.
+
+    `apart`: pieces that are found first, wherever they are, and joined with nothing.
+    """
+    joined = {
+        token: score
+        for token, score, kind in zip(tokens, scores, kinds, strict=True)
+        if kind == NORMAL or token in apart
+    }
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
-            merges=_merges_by_score(normal),
+            merges=_merges_by_score(joined),
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,
@@ -61,15 +79,22 @@ def build_sentencepiece(
     if spaces.characters:
         steps.append(normalizers.Precompiled(spaces.characters))
     if spaces.squeezes:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [normalizers.Replace(Regex(r"\A +"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps.append(normalizers.Replace(Regex(rf"[ {_SPACE}]+\z"), ""))
+    cuts: list[pre_tokenizers.PreTokenizer] = []
     if spaces.only_first:
         scheme = "first" if spaces.adds_prefix else "never"
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme, split=False)
+        cuts.append(pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme, split=False))
     else:
         steps += [normalizers.Prepend(_SPACE)] if spaces.adds_prefix else []
         steps.append(normalizers.Replace(" ", _SPACE))
     if steps:
         tokenizer.normalizer = normalizers.Sequence(steps)
+    if apart:
+        longest_first = sorted(apart, key=lambda piece: (-len(piece), piece))
+        cuts.append(pre_tokenizers.Split(Regex("|".join(map(_quote, longest_first))), behavior="isolated"))
+    if cuts:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     back: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if spaces.adds_prefix:
         back.append(decoders.Strip(" ", left=1))
@@ -77,14 +102,47 @@ def build_sentencepiece(
     return tokenizer
 
 
+def defined_apart(path: Path, stored: SentencePieceFile) -> set[str]:
+    """Pieces that somebody has defined and that joining others makes, once they are cut out of a text.
+
+    What is left of them is found in a text as it came. Raises `ModelFormatError` for one that is not there, since a
+    space is a part of it.
+    """
+    defined = [piece for piece, kind in zip(stored.pieces, stored.kinds, strict=True) if kind == USER_DEFINED]
+    normal = {piece for piece, kind in zip(stored.pieces, stored.kinds, strict=True) if kind == NORMAL}
+    known = normal.union(defined)
+    apart = {piece for piece in defined if len(piece) == 1 or (len(piece) <= _MAX_LENGTH and any(_cuts(piece, known)))}
+    if apart:
+        built = build_sentencepiece(stored.pieces, stored.scores, stored.kinds, stored.unknown, Spaces(), apart)
+        apart = {piece for piece in apart if [token.value for token in built.model.tokenize(piece)] == [piece]}
+    for piece in defined:
+        if _SPACE in piece and piece not in apart:
+            raise ModelFormatError(
+                f"{path}: the piece {shorten(piece)} is defined with a space, which is not known here. {_OTHER_FILE}."
+            )
+    return apart
+
+
+def _quote(text: str) -> str:
+    """As a regular expression."""
+    return re.sub(r"[^\w\s]|[ #]", lambda found: f"\\x{{{ord(found[0]):x}}}", text)
+
+
+def _cuts(token: str, known: Container[str]) -> Iterator[tuple[str, str]]:
+    """In two known ones."""
+    for at in range(1, len(token)):
+        if token[:at] in known and token[at:] in known:
+            yield token[:at], token[at:]
+
+
 def _merges_by_score(scores: dict[str, float]) -> list[tuple[str, str]]:
     """SentencePiece joins the neighbours whose union scores best: each way to cut a token in two, best token first."""
-    merges = [
-        (-score, -cut, token[:cut], token[cut:])
-        for token, score in scores.items()
-        for cut in range(1, len(token))
-        if token[:cut] in scores and token[cut:] in scores
-    ]
+    if longest := next((token for token in scores if len(token) > _MAX_LENGTH), None):
+        raise ValueError(f"the piece {shorten(longest)} has {len(longest)} characters, and {_MAX_LENGTH} are allowed")
+    found = ((-score, -len(pair[0]), *pair) for token, score in scores.items() for pair in _cuts(token, scores))
+    merges = list(itertools.islice(found, _MAX_MERGES + 1))
+    if len(merges) > _MAX_MERGES:
+        raise ValueError(f"its pieces join in more than {_MAX_MERGES} ways")
     return [(left, right) for _, _, left, right in sorted(merges, key=lambda merge: merge[:2])]
 
 
@@ -109,6 +167,8 @@ class _PieceReader:
         normalizer: dict[int, int | bytes] = {}
         for number, value in self.fields(self.path.read_bytes()):
             if number == 1:
+                if len(pieces) == _MAX_PIECES:
+                    self.fail(f"has more than {_MAX_PIECES} pieces")
                 found = dict(self.fields(self.message(value)))
                 pieces.append(self.text(found.get(1, b"")))
                 scores.append(self.number(found.get(2, b"\0\0\0\0")))
@@ -119,6 +179,8 @@ class _PieceReader:
                 normalizer = dict(self.fields(self.message(value)))
         if len(set(pieces)) != len(pieces) or not pieces:
             self.fail(f"has {len(pieces)} pieces, of which {len(set(pieces))} differ")
+        if UNKNOWN not in kinds:
+            self.fail("has no piece for what is unknown")
         if self.whole(trainer.get(3, 1)) != _BPE:
             self.fail("is a SentencePiece model that is not made by merging pairs", _OTHER_FILE)
         if trainer.get(24) or normalizer.get(5, 1) == 0:
@@ -183,6 +245,3 @@ class _PieceReader:
         if not isinstance(value, int):
             self.fail("holds a kind of piece that is no number")
         return value
-
-
-_OTHER_FILE = "Put a tokenizer.json of this model into its folder"

@@ -1,10 +1,10 @@
 """Text to token ids and back, for one model folder.
 
 Used by the front end before a request enters the engine (`encode`) and, through `TextStream`, on its way out
-(`decode`). Equal to the fast tokenizer of transformers for the same folder: `tokenizer.json` decides, or the files that
-`tokenizer_files` reads in its place, and the special tokens declared beside it are added. It holds no state per
-request, so threads may share it; the library remembers the tokens of up to 10,000 words, which takes 2 to 4 MB once so
-many have come.
+(`decode`). Equal to the fast tokenizer of transformers for the same folder where it has a `tokenizer.json`; else the
+files decide that `tokenizer_files` reads in its place. The special tokens declared beside either are added. It holds no
+state per request, so threads may share it; the library remembers the tokens of up to 10,000 words, which takes 2 to
+4 MB once so many have come.
 """
 
 import itertools

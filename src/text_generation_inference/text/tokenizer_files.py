@@ -14,13 +14,20 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.files import MAX_JSON_BYTES, check_plain_file, shorten
-from text_generation_inference.text.model_folder import SpecialTokens, add_special_tokens, read_json
+from text_generation_inference.text.model_folder import (
+    OLDER,
+    SpecialTokens,
+    add_special_tokens,
+    older_ids,
+    read_json,
+)
 from text_generation_inference.text.panics import reraise_unless_failure
 from text_generation_inference.text.sentencepiece import (
     CONTROL,
     UNKNOWN,
     USER_DEFINED,
     build_sentencepiece,
+    defined_apart,
     read_sentencepiece,
 )
 
@@ -139,14 +146,20 @@ def _sentencepiece(
         if not path.read_bytes().startswith(b"\n"):  # the first field of a message
             raise ModelFormatError(f"{folder}: {_explain_tiktoken(_PIECES)}")
         stored = read_sentencepiece(path)
+        apart = defined_apart(path, stored)
         pieces = _rename(stored.pieces, config)
         spaces = replace(stored.spaces, only_first=config.get("legacy") is False)
         if isinstance(prefix := config.get("add_prefix_space"), bool):
             spaces = replace(spaces, adds_prefix=prefix)
         unknown = pieces[stored.pieces.index(stored.unknown)]
-        built = build_sentencepiece(pieces, stored.scores, stored.kinds, unknown, spaces)
+        renamed = {old for old, new in zip(stored.pieces, pieces, strict=True) if old != new}
+        built = build_sentencepiece(pieces, stored.scores, stored.kinds, unknown, spaces, apart - renamed)
         kinds = zip(pieces, stored.kinds, strict=True)
-        marked = [(piece, kind) for piece, kind in kinds if kind in (UNKNOWN, CONTROL, USER_DEFINED)]
+        marked = [
+            (piece, kind)
+            for piece, kind in kinds
+            if kind in (UNKNOWN, CONTROL) or (kind == USER_DEFINED and piece not in apart and " " not in piece)
+        ]
         built.add_tokens(  # pyright: ignore[reportUnknownMemberType]
             [AddedToken(piece, normalized=False, special=kind != USER_DEFINED) for piece, kind in marked]
         )
@@ -155,7 +168,7 @@ def _sentencepiece(
     tokenizer = _read(folder / _PIECES, read)
     usual = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     known = {role: token for role, token in usual.items() if tokenizer.token_to_id(token) is not None}
-    special_tokens = _with_roles(special_tokens, known)
+    special_tokens = _as_they_are(_with_roles(special_tokens, known))
     _finish(folder, tokenizer, config, special_tokens, adds_bos=True)
     return tokenizer, special_tokens
 
@@ -165,6 +178,21 @@ def _with_roles(special_tokens: SpecialTokens, roles: dict[str, str]) -> Special
     named = {role: token for role, token in special_tokens.named.items() if token.content}
     usual = {role: AddedToken(text, normalized=False, special=True) for role, text in roles.items()}
     return replace(special_tokens, named=usual | named)
+
+
+def _as_they_are(special_tokens: SpecialTokens) -> SpecialTokens:
+    """Found in texts as they came: once spaces are pieces, one stands before each part of a text."""
+
+    def change(token: AddedToken) -> AddedToken:
+        flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "special")}
+        return AddedToken(token.content, normalized=False, **flags)
+
+    return SpecialTokens(
+        named={role: change(token) for role, token in special_tokens.named.items()},
+        unnamed=[change(token) for token in special_tokens.unnamed],
+        declared=[change(token) for token in special_tokens.declared],
+        older=[change(token) for token in special_tokens.older],
+    )
 
 
 def _declared_ids(config: dict[str, Any]) -> dict[int, str]:
@@ -186,11 +214,14 @@ def _finish(
     folder: Path, tokenizer: Tokenizer, config: dict[str, Any], special_tokens: SpecialTokens, *, adds_bos: bool
 ) -> None:
     add_special_tokens(tokenizer, special_tokens)
-    for token_id, text in _declared_ids(config).items():
+    source, ids = "tokenizer_config.json", _declared_ids(config)
+    if "added_tokens_decoder" not in config:
+        source, ids = OLDER, {token_id: text for text, token_id in older_ids(folder).items()}
+    for token_id, text in ids.items():
         if (found := tokenizer.token_to_id(text)) != token_id:
             raise ModelFormatError(
                 f"{folder}: {_JSON} is missing, and the token {shorten(text)} has the id {found} by the vocabulary but"
-                f" {token_id} by tokenizer_config.json. {_PUT}."
+                f" {token_id} by {source}. {_PUT}."
             )
     texts = special_tokens.texts()
     bos, eos = (
