@@ -227,8 +227,8 @@ def test_a_decode_graph_has_no_input_that_it_does_not_read(hpu, start_hpu, tmp_p
     from habana_frameworks.torch.hpu.graphs import HPUGraph
 
     unread = []
-    look = HPUGraph.has_unread
-    monkeypatch.setattr(HPUGraph, "has_unread", lambda graph, count: unread.append(look(graph, count)) or unread[-1])
+    look = HPUGraph.count_unread
+    monkeypatch.setattr(HPUGraph, "count_unread", lambda graph, count: unread.append(look(graph, count)) or unread[-1])
     folder = make_tiny("Llama", {"num_hidden_layers": 2}, tmp_path).folder
     engine = start_hpu(folder, max_batch_size=1, max_total_tokens=32)
     passes = engine.rank.runner.steps.passes._graphs

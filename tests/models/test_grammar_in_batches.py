@@ -296,6 +296,6 @@ def test_models_without_a_tokenizer(tiny_llama: Tiny) -> None:
     engine = start(tiny_llama.folder)
     request = msgspec.structs.replace(make_request(1, [5, 6], NEW), grammar=GRAMMARS[1])
     output = run(engine, [request])[0]
-    assert output.reason == "error" and "tokenizer.json is missing" in (output.error or "")
+    assert output.reason == "error" and "there is no tokenizer.json" in (output.error or "")
     assert len(run(engine, [make_request(1, [5, 6], NEW)])[0].token_ids) == NEW
     engine.close()

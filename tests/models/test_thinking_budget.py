@@ -182,6 +182,6 @@ def test_models_without_a_tokenizer(tiny_llama: Tiny, tokenizer: Tokenizer) -> N
     failed = run(
         engine, [with_budget(request, thinking_budget(THINK, 2, True, False, tokenizer)), make_request(2, [7], 4)]
     )
-    assert failed[0].reason == "error" and "tokenizer.json is missing" in (failed[0].error or "")
+    assert failed[0].reason == "error" and "there is no tokenizer.json" in (failed[0].error or "")
     assert len(failed[1].token_ids) == 4
     engine.close()
