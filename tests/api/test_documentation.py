@@ -27,6 +27,7 @@ from text_generation_inference.launch import measure_command, quantize_command
 from text_generation_inference.launch.arguments import build_parser, read_arguments
 from text_generation_inference.ray_serve.command import build_ray_parser
 from text_generation_inference.ray_serve.command import read_options as read_ray_options
+from text_generation_inference.weights.model_files import explain_pickles
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -124,6 +125,15 @@ def check_pip(command: Command) -> None:
         assert word in ("-e", ".") or f'"{word}>=' in project
 
 
+def check_hf(command: Command) -> None:
+    assert command.words[1] == "download" and command.words[3] == "--local-dir"
+
+
+def check_python(command: Command) -> None:
+    """The one that is shown where it is needed, too."""
+    assert command.text in explain_pickles("ORGANISATION/NAME")
+
+
 def check_check(command: Command) -> None:
     parser = build_parser("tgi check", "")
     parser.add_argument("model", nargs="?")
@@ -139,6 +149,8 @@ READ: dict[str, Callable[[Command], object]] = {
     "make": check_make,
     "docker": check_docker,
     "pip": check_pip,
+    "hf": check_hf,
+    "python": check_python,
     "text-generation-launcher": check_launcher,
     "text-generation-server": check_server,
     "text-generation-benchmark": lambda command: static_task.read_task(without_output(command.words[1:]), {}, "x"),
@@ -182,7 +194,7 @@ def test_a_command_is_understood(command, tmp_path, monkeypatch):
 def test_the_programs_of_the_docs_exist():
     table = (ROOT / "pyproject.toml").read_text().split("[project.scripts]")[1].split("[")[0]
     programs = {line.split("=")[0].strip() for line in table.strip().splitlines()}
-    named = {command.words[0] for command in COMMANDS} - {"make", "docker", "pip", "curl", "cat"}
+    named = {command.words[0] for command in COMMANDS} - {"make", "docker", "pip", "curl", "cat", "hf", "python"}
     assert named <= programs
     for page in PAGES:
         assert set(re.findall(r"`(text-generation-[a-z]+)", page.read_text())) - {"text-generation-router"} <= programs

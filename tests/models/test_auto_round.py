@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import transformers
 from driving import Tiny, make_request, random_prompts, reference, run, start
 from gptq_writing import Codes, Tensors, Written, awq_tensors, check_same, encode, gptq_tensors, write
 from torch import Tensor
@@ -119,6 +120,23 @@ def test_rules() -> None:
     by_awq = detect({"quantization_config": {**SAID, "packing_format": "auto_round:auto_awq"}}, "config.json")
     assert isinstance(by_awq, awq.AwqQuantization) and choose_quantization("awq", by_awq) is by_awq
     assert name_quantization({"quantization_config": config}) == "auto-round, 4 bits"
+
+
+def test_what_is_left_out_is_as_its_own_config_has_it() -> None:
+    """Unlike what a config of GPTQ leaves out."""
+    said = transformers.AutoRoundConfig()
+    for form, (words, _) in FORMS.items():
+        found = detect({"quantization_config": {"quant_method": "auto-round", **words}}, "config.json")
+        assert isinstance(found, gptq.GptqQuantization | awq.AwqQuantization), form
+        stored = found.stored
+        symmetric = stored.is_symmetric if isinstance(stored, gptq.Stored) else not stored.has_zeros
+        assert (stored.bits, stored.group_size, symmetric) == (said.bits, said.group_size, said.sym)
+    all_inputs = detect({"quantization_config": {**SAID, "group_size": -1, "sym": False}}, "config.json")
+    assert isinstance(all_inputs, gptq.GptqQuantization)
+    assert all_inputs.stored.group_size is None and not all_inputs.stored.is_symmetric
+    others = detect({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "config.json")
+    assert isinstance(others, gptq.GptqQuantization)
+    assert others.stored.group_size is None and not others.stored.is_symmetric
 
 
 @pytest.mark.parametrize(

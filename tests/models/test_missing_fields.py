@@ -1,5 +1,6 @@
 """Fields that a config leaves out, or has null, mean what they mean to `transformers`; others are not passed over."""
 
+import tracemalloc
 from typing import Any, cast
 
 import pytest
@@ -147,3 +148,25 @@ CONTRADICTORY: dict[str, dict[str, Any]] = {
 def test_what_contradicts_itself_is_refused(name: str) -> None:
     with pytest.raises(ModelFormatError, match=f"config.json: `{name}` "):
         spec_of("DeepseekV3ForCausalLM", CONTRADICTORY[name])
+
+
+@pytest.mark.parametrize(
+    "types",
+    [
+        [[["global", "local"], 400]],
+        [[["global", "local"], 501]],
+        [[["global", "window"], 500]],
+        [[["global"] * 200000, 1000]],
+    ],
+    ids=["too few", "too many", "unknown", "endless"],
+)
+def test_kinds_of_gpt_neo_are_as_many_as_its_layers(types: list[Any]) -> None:
+    """However many there are, reading them takes no more memory than the layers do."""
+    fields = {"num_layers": 1000, "attention_types": types}
+    tracemalloc.start()
+    try:
+        with pytest.raises(ModelFormatError, match=r"`attention_types` must be lists of .*, 1000 in all"):
+            spec_of("GPTNeoForCausalLM", fields)
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()

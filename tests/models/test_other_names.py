@@ -227,6 +227,19 @@ def test_experts_of_a_quantised_checkpoint_are_found(tensor: str) -> None:
     assert cast(Experts, layer.mlp).gate_up.parts[0].name == "experts.0.gate_proj.weight"
 
 
+@pytest.mark.parametrize("tensor", ["weight", "weight_packed", "qweight", "_weight_qdata"])
+def test_layers_that_predict_further_tokens_may_be_quantised(tensor: str) -> None:
+    """They are known by a matrix that no other layer has, whatever it is stored in, and by its whole name."""
+    architecture = "DeepseekV3ForCausalLM"
+    model = cast(CausalLM, build(Config({**tiny_config(architecture), "architectures": [architecture]}, "")))
+    count = len(model.spec.layers)
+    further = [f"model.layers.{count}.eh_proj.{tensor}", f"model.layers.{count}.mlp.down_proj.{tensor}"]
+    others = [f"model.layers.{count + 1}.eh_projection.{tensor}", f"model.layers.{count + 2}.mlp.eh_proj.{tensor}"]
+    before = model.ignored
+    model.adapt(["model.embed_tokens.weight", "model.layers.0.eh_proj.weight", *further, *others])
+    assert set(model.ignored) - set(before) == {f"model.layers.{count}.*"}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_as_older_files_have_it(name: str, tmp_path: Path) -> None:
     architecture, overrides, config, change = CASES[name]

@@ -248,6 +248,39 @@ def test_scaling_that_a_family_does_not_have(tmp_path: Path) -> None:
         read_all(path)
 
 
+FACTORS = {f"rope_factors_{name}.weight": np.ones(8, np.float32) for name in ("short", "long")}
+LONGROPE = {"phi3.rope.scaling.type": "longrope", "phi3.rope.scaling.factor": 4.0}
+
+
+@pytest.mark.parametrize("said", [{}, LONGROPE], ids=["unsaid", "longrope"])
+@pytest.mark.parametrize("name", FACTORS)
+def test_one_list_of_factors_without_the_other(tmp_path: Path, name: str, said: dict[str, object]) -> None:
+    tensors = {key: value for key, value in FACTORS.items() if key != name}
+    path = tiny_gguf.write(
+        tmp_path / "wrong.gguf", tiny_gguf.metadata(said, arch="phi3"), tensors | tiny_gguf.weights()
+    )
+    with pytest.raises(ModelFormatError, match=f"the tensor `{name}` is missing"):
+        read_config(GgufFile.open(path))
+
+
+def test_longrope_without_its_lists_of_factors(tmp_path: Path) -> None:
+    path = tiny_gguf.write(tmp_path / "wrong.gguf", tiny_gguf.metadata(LONGROPE, arch="phi3"))
+    with pytest.raises(ModelFormatError, match="type` is longrope, but the lists of its factors are missing"):
+        read_config(GgufFile.open(path))
+
+
+@pytest.mark.parametrize(
+    "said", [{}, {**LONGROPE, "phi3.rope.scaling.factor": 1.0}, {"phi3.rope.scaling.type": "none"}], ids=str
+)
+def test_a_family_of_longrope_may_have_no_scaling(tmp_path: Path, said: dict[str, object]) -> None:
+    path = tiny_gguf.write(tmp_path / "plain.gguf", tiny_gguf.metadata(said, arch="phi3"))
+    assert read_config(GgufFile.open(path))["rope_scaling"] is None
+    path = tiny_gguf.write(
+        tmp_path / "long.gguf", tiny_gguf.metadata(LONGROPE, arch="phi3"), FACTORS | tiny_gguf.weights()
+    )
+    assert read_config(GgufFile.open(path))["rope_scaling"]["rope_type"] == "longrope"
+
+
 def test_unknown_architecture(tmp_path: Path) -> None:
     path = tiny_gguf.write(tmp_path / "wrong.gguf", tiny_gguf.metadata(arch="mamba"))
     with pytest.raises(

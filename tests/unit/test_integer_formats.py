@@ -102,6 +102,29 @@ def test_what_is_not_read_is_refused_by_name(config: dict, text: str) -> None:
     assert text in str(caught.value)
 
 
+LONG = "x" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**GPTQ, "checkpoint_format": LONG},
+        {**GPTQ, "checkpoint_format": [LONG]},
+        {**GPTQ, "bits": LONG},
+        {**GPTQ, "sym": LONG},
+        {**GPTQ, "dynamic": LONG},
+        {**GPTQ, "dynamic": {"+:a": LONG}},
+        {**GPTQ, "modules_to_not_convert": {LONG: 1}},
+        {"quant_method": "fp8", "ignored_layers": LONG},
+    ],
+    ids=lambda config: "-".join(key for key, value in config.items() if LONG in str(value)),
+)
+def test_an_error_is_no_longer_than_a_line(config: dict) -> None:
+    with pytest.raises(ModelFormatError) as caught:
+        detect({"quantization_config": config}, "config.json")
+    assert "xxx..." in str(caught.value) and len(str(caught.value)) < 600
+
+
 @pytest.mark.parametrize(
     ("file", "content", "kind", "bits", "size"),
     [

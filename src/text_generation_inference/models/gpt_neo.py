@@ -1,6 +1,7 @@
 """GPT-Neo: GPT-2 with ordinary matrices, scores that are not scaled, and windows on every second layer."""
 
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from text_generation_inference.files import shorten
@@ -59,7 +60,8 @@ def _attention_types(config: Config, num_layers: int) -> list[str]:
     """By layer: lists of kinds, each with how often it comes."""
     given = config.get("attention_types")
     try:
-        found = [kind for kinds, times in given for _ in range(min(times, num_layers)) for kind in kinds]
+        kinds_by_layer = (kind for kinds, times in given for _ in range(min(times, num_layers)) for kind in kinds)
+        found = list(islice(kinds_by_layer, num_layers + 1))  # one more tells that there are too many
     except (TypeError, ValueError):
         found = []
     if len(found) != num_layers or any(kind not in ("global", "local") for kind in found):

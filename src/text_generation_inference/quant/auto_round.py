@@ -39,8 +39,9 @@ def detect(config: Mapping[str, Any], source: str) -> Quantization:
     packing = _read_packing(fields)
     _check_integers(fields)
     widths = awq.BITS if packing == "awq" else gptq.BITS
-    bits, size = read_bits(fields, "bits", *widths), read_group_size(fields, "group_size")
-    symmetric = fields.truth("sym", False)
+    # What is left out is as AutoRound's own config has it, which differs from GPTQ's.
+    bits, size = read_bits(fields, "bits", *widths), read_group_size(fields, "group_size", 128)
+    symmetric = fields.truth("sym", True)
     rules = _read_rules(fields, widths, "has_zeros" if packing == "awq" else "is_symmetric")
     has_head = bool(rules.by_name.get("lm_head"))
     if packing == "awq":

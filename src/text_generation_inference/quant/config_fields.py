@@ -41,7 +41,7 @@ class NamePattern:
 class Fields:
     def __init__(self, value: Any, place: str, way_out: str = "", work: Work | None = None) -> None:
         if not isinstance(value, Mapping):
-            raise ModelFormatError(f"{place} must be an object, it is {value!r}")
+            raise ModelFormatError(f"{place} must be an object, it is {shorten(value)}")
         self.value: Mapping[str, Any] = value
         self.place = place
         self.way_out = way_out  # what to do instead, said wherever something is refused
@@ -50,7 +50,7 @@ class Fields:
     def refuse(self, name: str, supported: str) -> ModelFormatError:
         given = self.value.get(name)
         return ModelFormatError(
-            f"{self.place}: `{name}` {given!r} is not supported, {supported} is. {self.way_out}".rstrip()
+            f"{self.place}: `{name}` {shorten(given)} is not supported, {supported} is. {self.way_out}".rstrip()
         )
 
     def get(self, name: str) -> Any:
@@ -59,19 +59,19 @@ class Fields:
     def text(self, name: str, default: str) -> str:
         value = self.value.get(name)
         if value is not None and not isinstance(value, str):
-            raise ModelFormatError(f"{self.place}: `{name}` must be text, it is {value!r}")
+            raise ModelFormatError(f"{self.place}: `{name}` must be text, it is {shorten(value)}")
         return default if value is None else value
 
     def truth(self, name: str, default: bool) -> bool:
         value = self.value.get(name)
         if value is not None and not isinstance(value, bool):
-            raise ModelFormatError(f"{self.place}: `{name}` must be true or false, it is {value!r}")
+            raise ModelFormatError(f"{self.place}: `{name}` must be true or false, it is {shorten(value)}")
         return default if value is None else value
 
     def integer(self, name: str, default: int) -> int:
         value = self.value.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ModelFormatError(f"{self.place}: `{name}` must be an integer, it is {value!r}")
+            raise ModelFormatError(f"{self.place}: `{name}` must be an integer, it is {shorten(value)}")
         return default if value is None else value
 
     def below(self, name: str) -> "Fields":
@@ -81,7 +81,7 @@ class Fields:
         value = self.value.get(name)
         value = [] if value is None else value
         if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
-            raise ModelFormatError(f"{self.place}: `{name}` must be a list of names, it is {value!r}")
+            raise ModelFormatError(f"{self.place}: `{name}` must be a list of names, it is {shorten(value)}")
         return tuple(value)
 
     def patterns(self, name: str) -> tuple[NamePattern, ...]:

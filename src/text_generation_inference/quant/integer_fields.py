@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from text_generation_inference.errors import ModelFormatError
+from text_generation_inference.files import shorten
 from text_generation_inference.quant.config_fields import Fields, NamePattern
 
 WAY_OUT = (
@@ -43,9 +44,9 @@ def read_bits(fields: Fields, name: str, *allowed: int) -> int:
     return bits
 
 
-def read_group_size(fields: Fields, name: str) -> int | None:
+def read_group_size(fields: Fields, name: str, default: int = -1) -> int | None:
     """None: all inputs."""
-    size = fields.integer(name, -1)
+    size = fields.integer(name, default)
     if size != -1 and not 1 <= size <= MAX_GROUP_SIZE:
         raise fields.refuse(name, f"-1 or a number from 1 to {MAX_GROUP_SIZE}")
     return None if size == -1 else size
@@ -58,5 +59,5 @@ def read_names(fields: Fields, name: str) -> tuple[str, ...]:
     nested: list[Any] = value if isinstance(value, list) else [None]
     flat: list[Any] = [item for each in nested for item in (each if isinstance(each, list) else [each])]
     if not all(isinstance(item, str) and item for item in flat):
-        raise ModelFormatError(f"{fields.place}: `{name}` must be a list of names, it is {value!r}")
+        raise ModelFormatError(f"{fields.place}: `{name}` must be a list of names, it is {shorten(value)}")
     return tuple(flat)

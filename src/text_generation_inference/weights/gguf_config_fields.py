@@ -89,9 +89,11 @@ def read_gemma3(file: GgufFile, config: Fields) -> Fields:
 
 def _refuse_scaling(file: GgufFile, arch: str) -> None:
     """Of a family that has none but its lists of factors: what would otherwise be left out in silence."""
-    kind = file.text(f"{arch}.rope.scaling.type", "none")
+    kind = file.text(f"{arch}.rope.scaling.type", "linear")  # as llama.cpp takes it
     factor = file.number(f"{arch}.rope.scaling.factor", file.number(f"{arch}.rope.scale_linear", 1.0))
-    if kind not in ("none", "longrope") and factor != 1.0:
+    if kind == "longrope" and factor != 1.0:
+        file.fail(f"`{arch}.rope.scaling.type` is longrope, but the lists of its factors are missing")
+    if kind != "none" and factor != 1.0:
         file.fail(f"position scaling {kind[:40]!r} is not known of this architecture", UNSUPPORTED)
 
 
@@ -105,11 +107,15 @@ def read_phi3(file: GgufFile, config: Fields) -> Fields:
         "sliding_window": window or None,
         "attention_bias": False,
     }
-    lists = [file.tensors.get(f"rope_factors_{name}.weight") for name in ("short", "long")]
-    if not all(lists):
+    names = [f"rope_factors_{name}.weight" for name in ("short", "long")]
+    lists = [file.tensors[name] for name in names if name in file.tensors]
+    if not lists:
         _refuse_scaling(file, "phi3")
         return fields
-    values = [to_float32(file.rows(each), each.type_name).reshape(-1).tolist() for each in lists if each is not None]
+    if len(lists) == 1:
+        (missing,) = (name for name in names if name not in file.tensors)
+        file.fail(f"of the two lists of factors of its positions, the tensor `{missing}` is missing")
+    values = [to_float32(file.rows(each), each.type_name).reshape(-1).tolist() for each in lists]
     if any(len(each) != rotated // 2 for each in values):
         file.fail(f"the tensors `rope_factors_short` and `_long` should have {rotated // 2} values")
     if original < 2:

@@ -1,6 +1,8 @@
 """The files of a model folder, as `convert` and `download` make them and `checkpoint` reads them."""
 
 import os
+from glob import escape
+from shlex import quote
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -33,16 +35,18 @@ TOKENIZERS = {
 def explain_pickles(model: str) -> str:
     """Why pickled weights are refused, and the commands that convert them. They need no code of the model."""
     is_here = os.path.isdir(os.path.expanduser(model))
-    folder = model if is_here else model.rpartition("/")[2]
-    files = os.path.join(folder, "pytorch_model*.bin")
+    folder = os.path.expanduser(model) if is_here else model.rpartition("/")[2]
+    files = os.path.join(escape(folder), "pytorch_model*.bin")
     code = (
         "import glob, torch, safetensors.torch as s; "
         "[s.save_file({k: v.clone().contiguous() for k, v in d.items()}, f[:-4] + '.safetensors', {'format': 'pt'})"
         f" for f in glob.glob({files!r}) for d in [torch.load(f, map_location='cpu', weights_only=True)]]"
     )
-    fetch = "" if is_here else f"hf download {model} --local-dir {folder} && "
+    # Quoted as is easiest to read, where a shell finds nothing to replace in that.
+    quoted = quote(code) if any(sign in code for sign in '"$`\\!') else f'"{code}"'
+    fetch = "" if is_here else f"hf download {quote(model)} --local-dir {quote(folder)} && "
     return (
         f"Pickled weights can run code when opened and are refused; many repositories of {', '.join(PICKLED)} and"
         " others have no other weights. If you trust them, convert them once (which runs no code of the model, whatever"
-        f' computes it) and serve the folder {folder}: {fetch}python -c "{code}"'
+        f" computes it) and serve the folder {folder}: {fetch}python -c {quoted}"
     )
