@@ -83,8 +83,8 @@ def _why_kept(matrix: Matrix, settings: MakingSettings) -> str | None:
     parts = matrix.parts
     is_whole = all(part.number is None and part.dim is None and part.name.endswith(_WEIGHT) for part in parts)
     if not is_whole:
-        parts_of = "matrices of all experts" if isinstance(matrix, StackedMatrix) else "parts of it in an order of its own"
-        return f"the checkpoint has the {parts_of} in one tensor, for which the format has no form"
+        what = "the matrices of all experts" if isinstance(matrix, StackedMatrix) else "parts of it, in its own order,"
+        return f"the checkpoint has {what} in one tensor, for which the format has no form"
     words = settings.word_codes
     if any(size % words for part in parts for size in part.local_shape):
         sizes = " x ".join(map(str, parts[0].local_shape))
