@@ -39,7 +39,13 @@ EIGHT = MakingSettings(bits=8, group_size=16, static_groups=False)
 # One architecture of each file of `models`.
 FAMILIES = {module: each for each, module in ARCHITECTURES.items() if hasattr(transformers, each)}
 # Experts that a checkpoint has in one tensor, for which GPTQ has no names.
-FUSED = {"CodeGenForCausalLM", "DbrxForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM", "Llama4ForConditionalGeneration"}
+FUSED = {
+    "CodeGenForCausalLM",
+    "DbrxForCausalLM",
+    "GptOssForCausalLM",
+    "Llama4ForCausalLM",
+    "Llama4ForConditionalGeneration",
+}
 
 
 def make(source: Path, folder: Path, settings: MakingSettings = EIGHT, **more: Any) -> Made:
