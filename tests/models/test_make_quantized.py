@@ -38,7 +38,7 @@ WINDOWS = random_prompts(320, [32] * 3, seed=5)
 EIGHT = MakingSettings(bits=8, group_size=16, static_groups=False)
 # One architecture of each file of `models`.
 FAMILIES = {module: each for each, module in ARCHITECTURES.items() if hasattr(transformers, each)}
-# Experts that a checkpoint has in one tensor, for which GPTQ has no names.
+# Experts, or parts of a matrix in an order of their own, that a checkpoint has in one tensor: GPTQ has no names for these.
 FUSED = {
     "CodeGenForCausalLM",
     "DbrxForCausalLM",
