@@ -223,7 +223,8 @@ def test_scales_that_are_known_are_constants_of_graphs(hpu):
     if not hpu.bridge.emulated or not hpu.bridge.lazy or not hpu.supports_fp8:
         pytest.skip("the stand-in tells what is marked, where there is something to mark")
     data = torch.full((4, 8), 120.0).to(fp8.FP8)
-    weight = hpu.ops.pack_fp8(fp8.Fp8Weight(data, torch.full((4,), 0.5), torch.tensor(0.25), torch.float32))
+    scales = torch.full((4,), 0.5), torch.tensor(0.25)
+    weight = hpu.ops.pack_fp8(fp8.Fp8Weight(data, *scales, torch.float32, full_scale=hpu.fp8_max))
     hpu.wrap_graphs(lambda batch: batch.input_ids)
     assert weight.scale.is_const and weight.input_scale.is_const
     with Called() as called:
