@@ -114,6 +114,15 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma3, no windows": (
+        "gemma3",
+        "Gemma3",
+        {
+            "layer_types": ["full_attention", "full_attention"],
+            "query_pre_attn_scalar": 16,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "gpt-oss": ("gpt-oss", "GptOss", _GPT_OSS),
     "gpt-oss, MXFP4": ("gpt-oss", "GptOss", _GPT_OSS),
     "granite": (
@@ -360,7 +369,8 @@ def _metadata(arch: str, config: Any) -> dict[str, Any]:
         values["rope.dimension_count"] = int(rotated)
     if arch == "phi3":
         values["rope.scaling.original_context_length"] = config.original_max_position_embeddings
-    if getattr(config, "sliding_window", None) and arch != "starcoder2":
+    is_windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    if getattr(config, "sliding_window", None) and is_windowed and arch != "starcoder2":
         values["attention.sliding_window"] = config.sliding_window
     if arch == "gpt-oss":
         values["expert_feed_forward_length"] = config.intermediate_size

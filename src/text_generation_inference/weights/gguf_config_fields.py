@@ -75,15 +75,18 @@ def read_gemma2(file: GgufFile, config: Fields) -> Fields:
 
 
 def read_gemma3(file: GgufFile, config: Fields) -> Fields:
+    window = file.integer("gemma3.attention.sliding_window", 0)  # 0: no layer has one
     return {
         **read_gemma(file, config),
         "rope_theta": file.number("gemma3.rope.freq_base", 1e6),
         "rope_local_base_freq": file.number("gemma3.rope.freq_base_swa", 10000.0),
         "query_pre_attn_scalar": _scalar(config, 62),
-        "sliding_window": file.integer("gemma3.attention.sliding_window", 1024),
-        "layer_types": [_WINDOW if (layer + 1) % 6 else _FULL for layer in range(config["num_hidden_layers"])],
+        "sliding_window": window or None,
+        "layer_types": [
+            _WINDOW if window and (layer + 1) % 6 else _FULL for layer in range(config["num_hidden_layers"])
+        ],
         "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
+        "final_logit_softcapping": file.number("gemma3.final_logit_softcapping", 0.0) or None,
     }
 
 
