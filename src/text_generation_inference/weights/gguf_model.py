@@ -53,7 +53,7 @@ class TensorPlan:
 _UNUSED = re.compile(r"rope_freqs\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)(\.weight)?")
 _ROPE_FACTORS = re.compile(r"rope_factors_(long|short)\.weight")
 
-# What would change what is computed, and is not read of any architecture.
+# What would change what is computed, and is not read but of those that know it.
 _UNREAD = ("attention.clamp_kqv", "attention.max_alibi_bias", "attention.temperature_scale")
 
 # Llama 3.1 and later are published with these alone; a GGUF file holds only the curve they give.
@@ -104,7 +104,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     }
     config |= arch.read(file, config)
     _check_rotary(file, arch_name, arch, config)
-    _check_unread(file, arch_name)
+    _check_unread(file, arch_name, arch)
     return config
 
 
@@ -145,11 +145,10 @@ class _Planner:
         self.biased = {*arch.biased, *biases}
         if config.get("attention_bias"):
             self.biased |= {"attn_q", "attn_k", "attn_v", "attn_output"}
-        has_factors = arch.model_type == "phi3"  # which are in its config
         self.left = {
             name
             for name in file.tensors
-            if not _UNUSED.fullmatch(name) and not (has_factors and _ROPE_FACTORS.fullmatch(name))
+            if not _UNUSED.fullmatch(name) and not (arch.has_factors and _ROPE_FACTORS.fullmatch(name))
         }
 
     def plan_outside(self, parts: tuple[str, ...]) -> list[TensorPlan]:
@@ -313,10 +312,10 @@ def _check_rotary(file: GgufFile, arch_name: str, arch: Architecture, config: di
             file.fail(f"{key} is {config[key]}, but must be positive")
 
 
-def _check_unread(file: GgufFile, arch_name: str) -> None:
+def _check_unread(file: GgufFile, arch_name: str, arch: Architecture) -> None:
     if not file.flag(f"{arch_name}.attention.causal", True):
         file.fail(f"`{arch_name}.attention.causal` is false: it makes embeddings, and no text", UNSUPPORTED)
-    for key in _UNREAD:
+    for key in set(_UNREAD).difference(arch.known):
         if value := file.number(f"{arch_name}.{key}", 0.0):
             file.fail(f"`{arch_name}.{key}` is {value}, which is not known of this architecture", UNSUPPORTED)
 
