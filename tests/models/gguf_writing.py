@@ -45,6 +45,13 @@ _GPT_OSS = {
         "rope_theta": 150000.0,
     },
 }
+_PHIMOE = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+    "attention_bias": True,
+    "lm_head_bias": True,
+}
 _DEEPSEEK = {
     "head_dim": None,
     "num_key_value_heads": 4,
@@ -114,6 +121,15 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma3, no windows": (
+        "gemma3",
+        "Gemma3",
+        {
+            "layer_types": ["full_attention", "full_attention"],
+            "query_pre_attn_scalar": 16,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "gpt-oss": ("gpt-oss", "GptOss", _GPT_OSS),
     "gpt-oss, MXFP4": ("gpt-oss", "GptOss", _GPT_OSS),
     "granite": (
@@ -170,6 +186,46 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "bias": False,
         },
     ),
+    "mpt": (
+        "mpt",
+        "Mpt",
+        {
+            "head_dim": None,
+            "num_key_value_heads": None,
+            "intermediate_size": 256,
+            "attn_config": {"clip_qkv": 0.5},
+        },
+    ),
+    "dbrx": (
+        "dbrx",
+        "Dbrx",
+        {
+            **dict.fromkeys(("head_dim", "num_key_value_heads", "hidden_size", "num_hidden_layers")),
+            **{"d_model": 64, "n_heads": 4, "n_layers": 2, "num_attention_heads": None},
+            "intermediate_size": 32,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 500.0},
+            "ffn_config": {"ffn_hidden_size": 32, "hidden_size": 64, "moe_num_experts": 6, "moe_top_k": 3},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "phimoe": ("phimoe", "Phimoe", _PHIMOE),
+    "phimoe, long": (
+        "phimoe",
+        "Phimoe",
+        {
+            **_PHIMOE,
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 128,
+                "short_factor": [1.0 + i / 8 for i in range(8)],
+                "long_factor": [2.0 + i for i in range(8)],
+                "short_mscale": 1.243163121016122,
+                "long_mscale": 1.243163121016122,
+            },
+        },
+    ),
     "internlm2": ("internlm2", "Llama", {}),
     "deepseek2": ("deepseek2", "DeepseekV2", _DEEPSEEK),
     "deepseek2, one matrix of latents": ("deepseek2", "DeepseekV2", _DEEPSEEK),
@@ -220,7 +276,7 @@ def make(family: str, folder: Path) -> tuple[Path, Any]:
 
 
 _NULLS = ("sliding_window", "q_lora_rank")
-_PLAIN = ("gate.weight", "router.weight", "wpe.weight", "_bias")  # which no file has in blocks
+_PLAIN = ("gate.weight", "router.weight", "router.layer.weight", "wpe.weight", "_bias")  # which no file has in blocks
 _TRANSPOSED = re.compile(r".*\.experts\.(gate_up|down)_proj")  # in the model and not in a file
 _CONV = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 
@@ -230,6 +286,9 @@ def _round(parameter: torch.Tensor, path: str, family: str) -> torch.Tensor:
         keys, values = parameter.view(4, 64, -1).split(32, dim=1)
         parts = (_round(keys.transpose(1, 2), "", family).transpose(1, 2), _round(values, "", family))
         return torch.cat(parts, dim=1).view(parameter.shape)
+    if path.endswith(".experts.mlp.w2"):
+        experts = parameter.view(6, 32, -1).transpose(1, 2)
+        return _round(experts, "", family).transpose(1, 2).reshape(parameter.shape)
     turned = (_TRANSPOSED.fullmatch(path) and "gpt-oss" in family) or (family == "gpt2" and path.endswith(_CONV))
     value = parameter.transpose(-1, -2) if turned else parameter
     kind = gguf.GGMLQuantizationType["MXFP4" if "experts" in path and "MXFP4" in family else "Q8_0"]
@@ -261,6 +320,9 @@ def _convert(name: str, value: np.ndarray, arch: str, family: str, config: Any) 
         return {name.replace("_bias", ".bias"): value}
     if arch == "gpt-oss":
         return _convert_gpt_oss(name, value)
+    if ".experts.mlp." in name:
+        experts = value.reshape(config.ffn_config.moe_num_experts, -1, config.d_model)
+        return {f"{name}.weight": experts.swapaxes(1, 2) if name.endswith("w2") else experts}
     if "query_key_value" in name:
         shared = (
             1 if arch == "falcon" and not config.new_decoder_architecture else getattr(config, "num_kv_heads", heads)
@@ -360,8 +422,21 @@ def _metadata(arch: str, config: Any) -> dict[str, Any]:
         values["rope.dimension_count"] = int(rotated)
     if arch == "phi3":
         values["rope.scaling.original_context_length"] = config.original_max_position_embeddings
-    if getattr(config, "sliding_window", None) and arch != "starcoder2":
+    is_windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    if getattr(config, "sliding_window", None) and is_windowed and arch != "starcoder2":
         values["attention.sliding_window"] = config.sliding_window
+    if arch in ("mpt", "dbrx"):
+        attention = config.attn_config
+        values["attention.clamp_kqv"] = attention.clip_qkv
+        values["attention.layer_norm_epsilon"] = 1e-5
+        if arch == "mpt":
+            values["attention.max_alibi_bias"] = float(attention.alibi_bias_max)
+        else:
+            values["attention.head_count_kv"] = attention.kv_n_heads
+            values |= {
+                "expert_count": config.ffn_config.moe_num_experts,
+                "expert_used_count": config.ffn_config.moe_top_k,
+            }
     if arch == "gpt-oss":
         values["expert_feed_forward_length"] = config.intermediate_size
     for key, name in (

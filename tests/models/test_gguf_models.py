@@ -46,7 +46,7 @@ FUSED = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3", "ph
 
 
 # Routers are stored plainly; what makes keys and values of latents is taken apart when it is loaded.
-PLAIN = ("gate.weight", "router.weight", "kv_b_proj.weight")
+PLAIN = ("gate.weight", "router.weight", "router.layer.weight", "kv_b_proj.weight")
 
 
 @pytest.mark.parametrize("family", gguf_writing.FAMILIES)

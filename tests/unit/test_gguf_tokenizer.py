@@ -8,7 +8,7 @@ import tiny_gguf
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from text_generation_inference.errors import ModelNotFoundError
+from text_generation_inference.errors import ModelFormatError, ModelNotFoundError
 from text_generation_inference.weights.convert import convert_gguf
 from text_generation_inference.weights.embedded import find_embedded
 from text_generation_inference.weights.gguf import GgufFile
@@ -125,10 +125,33 @@ def test_embedded_config(embedded: Path) -> None:
         ("smollm", "hello hello", ["hello", "Ġhello"]),
         ("qwen2", "e\u0301", ["Ã", "©"]),  # composed to one letter first
         ("deepseek-r1-qwen", "e\u0301", ["e", "Ì", "ģ"]),
+        ("olmo", "e\u0301 123", ["Ã", "©", "Ġ", "123"]),  # of GPT-NeoX
+        ("command-r", "e\u0301 123", ["Ã", "©", "Ġ", "1", "2", "3"]),
     ],
 )
 def test_text_splitting(tmp_path: Path, pre: str, text: str, expected: list[str]) -> None:
     assert pieces(tokenizer_of(tmp_path, {"tokenizer.ggml.pre": pre}), text) == expected
+
+
+@pytest.mark.parametrize("pre", [None, "default"])
+@pytest.mark.parametrize(
+    ("arch", "expected"),
+    [
+        ("gpt2", ["e", "Ì", "ģ", "123"]),
+        ("gptneox", ["Ã", "©", "123"]),
+        ("qwen2", ["Ã", "©", "1", "2", "3"]),
+        ("starcoder2", ["e", "Ì", "ģ", "1", "2", "3"]),
+    ],
+)
+def test_no_name_of_a_cut(tmp_path: Path, arch: str, pre: str | None, expected: list[str]) -> None:
+    """Files from before there were names: those of an architecture that has one cut are cut so."""
+    path = tiny_gguf.write(tmp_path / "m.gguf", tiny_gguf.metadata({"tokenizer.ggml.pre": pre}, arch))
+    assert pieces(read_tokenizer(GgufFile.open(path), len(tiny_gguf.TOKENS)), "e\u0301123") == expected
+
+
+def test_no_name_of_a_cut_where_there_are_several(tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match=r"does not say how text is cut \(`tokenizer\.ggml\.pre`\)"):
+        tokenizer_of(tmp_path, {"tokenizer.ggml.pre": None})
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """Tokenizers of folders without tokenizer.json, against `transformers` and against what their files mean."""
 
+import base64
 import functools
 import importlib
 import itertools
 import json
 import random
 import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -314,24 +316,53 @@ def test_ids_that_are_not_those_of_the_vocabulary(tmp_path: Path) -> None:
 
 
 def test_pieces_that_somebody_has_defined(tmp_path: Path) -> None:
-    """They are cut out of a text first, whatever its other pieces would be."""
-    defined = [(piece, 0.0, 4) for piece in ("\n", "▁▁▁", "fo", "<r>")]
+    """They are cut out of a text first, the longest of them, whatever its other pieces would be. As `sentencepiece`."""
+    defined = [(piece, 0.0, 4) for piece in ("\n", "▁▁▁", "fo", "<r>", "<r", "<r>>", "▁<PRE>", "(?i)", "\\d", "[#")]
     pieces = [each for each in make_pieces() if each[0] not in ("▁▁▁", "fo")] + defined
     write_pieces(tmp_path / "tokenizer.model", pieces)
     write_files(tmp_path, {"config.json": {"model_type": "llama"}})
     tokenizer = Tokenizer.load(tmp_path)
 
     def cut(text: str) -> list[str]:
-        return [tokenizer.token_of(token_id) for token_id in tokenizer.encode(text)[1:]]
+        ids = tokenizer.encode(text)[1:]
+        assert tokenizer.decode(ids) == text
+        return [tokenizer.token_of(token_id) for token_id in ids]
 
     assert cut("the  \na") == ["▁the", "▁▁", "\n", "a"]
     assert cut("a    the") == ["▁a", "▁▁▁", "▁the"]
     assert cut("a   the") == ["▁a", "▁▁▁", "t", "h", "e"]
     assert cut("a fox\\n") == ["▁a", "▁", "fo", "x", "<0x5C>", "n"]
-    assert cut("<r>the") == ["<r>", "▁the"]
-    write_pieces(tmp_path / "tokenizer.model", [*pieces, ("▁<PRE>", 0.0, 4)])
-    with pytest.raises(ModelFormatError, match="the piece '▁<PRE>' is defined with a space"):
-        Tokenizer.load(tmp_path)
+    assert cut("<r>the") == ["▁", "<r>", "t", "h", "e"]
+    assert cut("<r>><r<r>") == ["▁", "<r>>", "<r", "<r>"]
+    assert cut("the <PRE>a<PRE>") == ["▁the", "▁<PRE>", "a", "<0x3C>", "<0x50>", "<0x52>", "<0x45>", "<0x3E>"]
+    assert cut("(?i)\\d4[#") == ["▁", "(?i)", "\\d", "4", "[#"]
+    # A folder's own tokens come before all of them, and what is behind one begins anew.
+    write_files(tmp_path, {"added_tokens.json": {"<r>": tokenizer.id_of("<r>")}})
+    tokenizer = Tokenizer.load(tmp_path)
+    assert [tokenizer.token_of(each) for each in tokenizer.encode("<r>the")[1:]] == ["<r>", "▁the"]
+
+
+# What SentencePiece makes of the rule that ① is written 1.
+ONE_IN_A_CIRCLE = (
+    r"c-kG)Rg{(m6a~<44J=7X5s+>HX^<|dp#&tQTS95+cIX^B1V)i==~QV2q)R%KknV>4bJyB0=jA@!bA#wX5R8r%Tn-NlA|t|rs8m5{"
+    r"28QAod_XK>5{KA)NL=C*kAx&3F^NdRM<nHAl9P-Sd_rhNO45*;bfhH%>B&S!vXGgqd`fn*k%Q03MNaaNn|$P@0Qo7%=M<(8MJYmY"
+    r"icyjhl%^DA_=0kjr2^%tNH~?LL{+L#jW4M|b!zezwW&p2>hLx7Xh3}$(U2xIrWs9XL33Ksl5c2DTiVc`c6`UTbfg2F=|oq$@IBq="
+    r"L3eu5lRosOAAK1>e+GpP&JPS`2oVfpC?gooC`K|SR2jxGmPp1kkqJy@5>uJNbfz(r8O-8G<}jO|h+-~3Gml?bz<d_5kR>c;8B1Bg"
+    r"a#pdD)%?m@*07#+Y-9tQ*~C`1@EhCsgWuV~c6PCoJ?!RB_Og$^IKX}m@;8S$#8HlLoMW8i1gAO08UEoMXSu+6E^(17T;^Y{a*hAE"
+    r"!FB%UCbzl8UG8w7dpzU;k9ovXp75M!yyOM1dBt1ay#Jqf!Loz8"
+)
+
+
+def test_defined_pieces_that_are_written_otherwise(tmp_path: Path) -> None:
+    """Where a table of characters changes one it is found before that, and what is behind it begins anew."""
+    pieces = [*make_pieces(), ("①", 0.0, 4), ("<r>", 0.0, 4)]
+    table = zlib.decompress(base64.b85decode(ONE_IN_A_CIRCLE))
+    write_pieces(tmp_path / "tokenizer.model", pieces, precompiled_charsmap=table)
+    write_files(tmp_path, {"config.json": {"model_type": "llama"}})
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("①<r>a")[1:] == [tokenizer.id_of(piece) for piece in ("①", "▁", "<r>", "a")]
+    write_pieces(tmp_path / "tokenizer.model", pieces[:-2], precompiled_charsmap=table)
+    assert Tokenizer.load(tmp_path).decode(Tokenizer.load(tmp_path).encode("a①")[1:]) == "a1"
 
 
 def test_pieces_that_would_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

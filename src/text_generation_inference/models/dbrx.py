@@ -48,6 +48,9 @@ _EXPERTS = ExpertNames(
     matrices=("experts.mlp.w1", "experts.mlp.v1", "experts.mlp.w2"),
     layout=ExpertLayout.STACKED,
 )
+_EACH_EXPERT = ExpertNames(  # of GGUF files
+    router="router.layer", matrices=("experts.{}.w1", "experts.{}.v1", "experts.{}.w2")
+)
 
 
 def build(config: Config, context: Context) -> Model:
@@ -77,7 +80,7 @@ def build(config: Config, context: Context) -> Model:
         routing=SoftmaxRouting(top_k, p_norm=norm),
         activation=read_activation(feed_forward.inner("ffn_act_fn"), "name", "silu"),
         names=_EXPERTS,
-        other_names=(),
+        other_names=(_EACH_EXPERT,),
     )
     theta = attention.optional_positive("rope_theta")
     rope = config if theta is None else Config({"rope_theta": theta}, config.source)

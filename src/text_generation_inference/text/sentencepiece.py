@@ -66,15 +66,16 @@ def build_sentencepiece(
         for token, score, kind in zip(tokens, scores, kinds, strict=True)
         if kind == NORMAL or token in apart
     }
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={token: index for index, token in enumerate(tokens)},
-            merges=_merges_by_score(joined),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
+    model = models.BPE(
+        vocab={token: index for index, token in enumerate(tokens)},
+        merges=_merges_by_score(joined),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
     )
+    if any([found.value for found in model.tokenize(piece)] != [piece] for piece in apart):
+        model.ignore_merges = True  # what is a piece as a whole is that piece, whether or not others make it
+    tokenizer = Tokenizer(model)
     steps: list[normalizers.Normalizer] = []
     if spaces.characters:
         steps.append(normalizers.Precompiled(spaces.characters))
@@ -91,8 +92,7 @@ def build_sentencepiece(
     if steps:
         tokenizer.normalizer = normalizers.Sequence(steps)
     if apart:
-        longest_first = sorted(apart, key=lambda piece: (-len(piece), piece))
-        cuts.append(pre_tokenizers.Split(Regex("|".join(map(_quote, longest_first))), behavior="isolated"))
+        cuts.append(pre_tokenizers.Split(Regex(_longest_of(sorted(apart))), behavior="isolated"))
     if cuts:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     back: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -102,25 +102,27 @@ def build_sentencepiece(
     return tokenizer
 
 
-def defined_apart(path: Path, stored: SentencePieceFile) -> set[str]:
-    """Pieces that somebody has defined and that joining others makes, once they are cut out of a text.
+def defined_apart(stored: SentencePieceFile) -> set[str]:
+    """Pieces that somebody has defined, but those that are found before characters are written otherwise."""
+    table = stored.spaces.characters
+    written = normalizers.Precompiled(table) if table else None
+    return {
+        piece
+        for piece, kind in zip(stored.pieces, stored.kinds, strict=True)
+        if kind == USER_DEFINED and piece and " " not in piece
+        if written is None or written.normalize_str(piece) == piece
+    }
 
-    What is left of them is found in a text as it came. Raises `ModelFormatError` for one that is not there, since a
-    space is a part of it.
-    """
-    defined = [piece for piece, kind in zip(stored.pieces, stored.kinds, strict=True) if kind == USER_DEFINED]
-    normal = {piece for piece, kind in zip(stored.pieces, stored.kinds, strict=True) if kind == NORMAL}
-    known = normal.union(defined)
-    apart = {piece for piece in defined if len(piece) == 1 or (len(piece) <= _MAX_LENGTH and any(_cuts(piece, known)))}
-    if apart:
-        built = build_sentencepiece(stored.pieces, stored.scores, stored.kinds, stored.unknown, Spaces(), apart)
-        apart = {piece for piece in apart if [token.value for token in built.model.tokenize(piece)] == [piece]}
-    for piece in defined:
-        if _SPACE in piece and piece not in apart:
-            raise ModelFormatError(
-                f"{path}: the piece {shorten(piece)} is defined with a space, which is not known here. {_OTHER_FILE}."
-            )
-    return apart
+
+def _longest_of(texts: Sequence[str]) -> str:
+    """An expression that finds the longest of these, which are sorted."""
+    branches: list[str] = []
+    for _, same in itertools.groupby((text for text in texts if text), key=lambda text: text[0]):
+        group = list(same)
+        pairs = enumerate(zip(group[0], group[-1], strict=False))  # sorted: others have in common what these have
+        shared = next((at for at, (one, other) in pairs if one != other), len(group[0]))
+        branches.append(_quote(group[0][:shared]) + _longest_of([text[shared:] for text in group]))
+    return f"(?:{'|'.join(branches)}){'?' if '' in texts else ''}" if branches else ""
 
 
 def _quote(text: str) -> str:

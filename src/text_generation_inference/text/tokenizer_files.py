@@ -146,7 +146,7 @@ def _sentencepiece(
         if not path.read_bytes().startswith(b"\n"):  # the first field of a message
             raise ModelFormatError(f"{folder}: {_explain_tiktoken(_PIECES)}")
         stored = read_sentencepiece(path)
-        apart = defined_apart(path, stored)
+        apart = defined_apart(stored)
         pieces = _rename(stored.pieces, config)
         spaces = replace(stored.spaces, only_first=config.get("legacy") is False)
         if isinstance(prefix := config.get("add_prefix_space"), bool):

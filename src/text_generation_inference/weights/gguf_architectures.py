@@ -15,6 +15,7 @@ from text_generation_inference.weights.gguf_config_fields import (
     read_bloom,
     read_cohere2,
     read_command_r,
+    read_dbrx,
     read_deepseek2,
     read_falcon,
     read_gemma,
@@ -26,9 +27,11 @@ from text_generation_inference.weights.gguf_config_fields import (
     read_granite,
     read_llama,
     read_mixtral,
+    read_mpt,
     read_olmo2,
     read_phi2,
     read_phi3,
+    read_phimoe,
     read_qwen2_moe,
     read_qwen3_moe,
     read_smollm3,
@@ -65,6 +68,8 @@ class Architecture:
     rotates_part: bool = False  # fewer dimensions of a head than it has may be rotated
     latent: bool = False  # keys and values of all heads are made of one latent
     expert_biases: bool = False  # of all experts in one tensor
+    has_factors: bool = False  # two lists of factors of positions, which are in its config
+    known: tuple[str, ...] = ()  # of the numbers that files of other architectures are refused for
     read: Callable[[GgufFile, Fields], Fields] = lambda file, config: {}
 
     @property
@@ -90,6 +95,10 @@ _SANDWICH = {
 }
 _ROUTED = {"ffn_gate_inp": "mlp.gate"}
 _EXPERTS = {f"ffn_{part}": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
+_MIXTRAL_EXPERTS = {
+    f"ffn_{part}": f"block_sparse_moe.experts.{{}}.{name}"
+    for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+}
 _SHARED = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
 _QKV = ("attn_q", "attn_k", "attn_v")
 _NORMS = ("attn_norm", "ffn_norm", "output_norm")
@@ -163,7 +172,23 @@ ARCHITECTURES = {
         read=read_gemma3,
     ),
     "phi3": Architecture(
-        "Phi3ForCausalLM", "phi3", _FUSED, scales_positions=False, rotates_part=True, read=read_phi3
+        "Phi3ForCausalLM",
+        "phi3",
+        _FUSED,
+        scales_positions=False,
+        rotates_part=True,
+        has_factors=True,
+        read=read_phi3,
+    ),
+    "phimoe": Architecture(
+        "PhimoeForCausalLM",
+        "phimoe",
+        {**_ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate"},
+        _MIXTRAL_EXPERTS,
+        biased=(*_QKV, "attn_output", *_NORMS, "output"),
+        scales_positions=False,
+        has_factors=True,
+        read=read_phimoe,
     ),
     "gpt-oss": Architecture(
         "GptOssForCausalLM",
@@ -293,6 +318,46 @@ ARCHITECTURES = {
         rotates=False,
         read=read_bloom,
     ),
+    "mpt": Architecture(
+        "MptForCausalLM",
+        "mpt",
+        {
+            "attn_norm": "norm_1",
+            "attn_qkv": "attn.Wqkv",
+            "attn_q_norm": "attn.q_ln",
+            "attn_k_norm": "attn.k_ln",
+            "attn_output": "attn.out_proj",
+            "ffn_norm": "norm_2",
+            "ffn_up": "ffn.up_proj",
+            "ffn_down": "ffn.down_proj",
+        },
+        outside={"token_embd": "transformer.wte", "output_norm": "transformer.norm_f", "output": "lm_head"},
+        layer="transformer.blocks.{}",
+        optional=tuple(_HEAD_NORMS),
+        head_norm="all",
+        eps="layer_norm_epsilon",
+        rotates=False,
+        known=("attention.clamp_kqv", "attention.max_alibi_bias"),
+        read=read_mpt,
+    ),
+    "dbrx": Architecture(
+        "DbrxForCausalLM",
+        "dbrx",
+        {
+            "attn_norm": "norm_attn_norm.norm_1",
+            "attn_qkv": "norm_attn_norm.attn.Wqkv",
+            "attn_output": "norm_attn_norm.attn.out_proj",
+            "attn_output_norm": "norm_attn_norm.norm_2",
+            "ffn_gate_inp": "ffn.router.layer",
+        },
+        {f"ffn_{part}": f"ffn.experts.{{}}.{name}" for part, name in (("gate", "w1"), ("up", "v1"), ("down", "w2"))},
+        outside={"token_embd": "transformer.wte", "output_norm": "transformer.norm_f", "output": "lm_head"},
+        layer="transformer.blocks.{}",
+        eps="layer_norm_epsilon",
+        scales_positions=False,
+        known=("attention.clamp_kqv",),
+        read=read_dbrx,
+    ),
     "internlm2": Architecture("LlamaForCausalLM", "llama", {**_ATTENTION, **_DENSE}, permutes=True, read=read_llama),
 }  # fmt: skip
 ARCHITECTURES["deepseek2"] = Architecture(
@@ -349,10 +414,7 @@ _MIXTRAL = Architecture(
     "MixtralForCausalLM",
     "mixtral",
     {**_ATTENTION, "ffn_gate_inp": "block_sparse_moe.gate"},
-    {
-        f"ffn_{part}": f"block_sparse_moe.experts.{{}}.{name}"
-        for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-    },
+    _MIXTRAL_EXPERTS,
     permutes=True,
     read=read_mixtral,
 )
@@ -376,7 +438,7 @@ def layer_shapes(arch: Architecture, config: Fields) -> dict[str, tuple[int, ...
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     query, key_value = heads * dim, kv_heads * dim
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
-        ("attn_norm", "attn_norm_2", "ffn_norm", "post_attention_norm", "post_ffw_norm"), (hidden,)
+        ("attn_norm", "attn_norm_2", "attn_output_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm"), (hidden,)
     )
     shapes |= {"attn_q": (query, hidden), "attn_k": (key_value, hidden), "attn_v": (key_value, hidden)}
     shapes |= {"attn_output": (hidden, query), "attn_qkv": (query + 2 * key_value, hidden)}

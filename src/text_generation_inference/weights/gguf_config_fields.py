@@ -11,6 +11,8 @@ from text_generation_inference.weights.gguf import UNSUPPORTED, GgufFile, to_flo
 
 Fields = dict[str, Any]
 _WINDOW, _FULL = "sliding_attention", "full_attention"
+_PHIMOE_SCALE = 1.243163121016122
+_DBRX_EPS = 1e-5
 
 
 def read_llama(file: GgufFile, config: Fields) -> Fields:
@@ -75,15 +77,18 @@ def read_gemma2(file: GgufFile, config: Fields) -> Fields:
 
 
 def read_gemma3(file: GgufFile, config: Fields) -> Fields:
+    window = file.integer("gemma3.attention.sliding_window", 0)  # 0: no layer has one
     return {
         **read_gemma(file, config),
         "rope_theta": file.number("gemma3.rope.freq_base", 1e6),
         "rope_local_base_freq": file.number("gemma3.rope.freq_base_swa", 10000.0),
         "query_pre_attn_scalar": _scalar(config, 62),
-        "sliding_window": file.integer("gemma3.attention.sliding_window", 1024),
-        "layer_types": [_WINDOW if (layer + 1) % 6 else _FULL for layer in range(config["num_hidden_layers"])],
+        "sliding_window": window or None,
+        "layer_types": [
+            _WINDOW if window and (layer + 1) % 6 else _FULL for layer in range(config["num_hidden_layers"])
+        ],
         "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
+        "final_logit_softcapping": file.number("gemma3.final_logit_softcapping", 0.0) or None,
     }
 
 
@@ -98,19 +103,34 @@ def _refuse_scaling(file: GgufFile, arch: str) -> None:
 
 
 def read_phi3(file: GgufFile, config: Fields) -> Fields:
-    rotated = file.integer("phi3.rope.dimension_count", config["head_dim"])
-    original = file.integer("phi3.rope.scaling.original_context_length", config["max_position_embeddings"])
-    window = file.integer("phi3.attention.sliding_window", 0)
-    fields: Fields = {
-        "partial_rotary_factor": rotated / config["head_dim"],
-        "original_max_position_embeddings": original,
-        "sliding_window": window or None,
-        "attention_bias": False,
+    return {**_share(file, "phi3", config), "attention_bias": False, **_read_lists(file, "phi3", config)}
+
+
+def read_phimoe(file: GgufFile, config: Fields) -> Fields:
+    fields = _read_lists(file, "phimoe", config)
+    if (scaling := fields.get("rope_scaling")) is not None:
+        # The file has what other models compute from their lengths; those that there are say this.
+        scaling |= {"short_mscale": _PHIMOE_SCALE, "long_mscale": _PHIMOE_SCALE}
+        scaling.pop("attention_factor", None)
+    return {
+        **fields,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "num_local_experts": file.integer("phimoe.expert_count"),
+        "num_experts_per_tok": file.integer("phimoe.expert_used_count"),
     }
+
+
+def _read_lists(file: GgufFile, arch: str, config: Fields) -> Fields:
+    """Of factors of positions, one for short texts and one for long ones, and a window."""
+    rotated = file.integer(f"{arch}.rope.dimension_count", config["head_dim"])
+    original = file.integer(f"{arch}.rope.scaling.original_context_length", config["max_position_embeddings"])
+    window = file.integer(f"{arch}.attention.sliding_window", 0)
+    fields: Fields = {"original_max_position_embeddings": original, "sliding_window": window or None}
     names = [f"rope_factors_{name}.weight" for name in ("short", "long")]
     lists = [file.tensors[name] for name in names if name in file.tensors]
     if not lists:
-        _refuse_scaling(file, "phi3")
+        _refuse_scaling(file, arch)
         return fields
     if len(lists) == 1:
         (missing,) = (name for name in names if name not in file.tensors)
@@ -119,11 +139,11 @@ def read_phi3(file: GgufFile, config: Fields) -> Fields:
     if any(len(each) != rotated // 2 for each in values):
         file.fail(f"the tensors `rope_factors_short` and `_long` should have {rotated // 2} values")
     if original < 2:
-        file.fail(f"`phi3.rope.scaling.original_context_length` is {original}, which no context is stretched from")
+        file.fail(f"`{arch}.rope.scaling.original_context_length` is {original}, which no context is stretched from")
     scaling: Fields = {"rope_type": "longrope", "short_factor": values[0], "long_factor": values[1]}
     stretch = config["max_position_embeddings"] / original
     usual = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
-    factor = file.number("phi3.rope.scaling.attn_factor", usual)
+    factor = file.number(f"{arch}.rope.scaling.attn_factor", usual)
     if not math.isclose(factor, usual, rel_tol=1e-5):
         scaling["attention_factor"] = factor
     return {**fields, "rope_scaling": scaling}
@@ -246,6 +266,50 @@ def read_falcon(file: GgufFile, config: Fields) -> Fields:
         "parallel_attn": True,
         "bias": False,
         "alibi": False,
+    }
+
+
+def read_mpt(file: GgufFile, config: Fields) -> Fields:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    largest = file.number("mpt.attention.max_alibi_bias", 0.0)
+    if not largest > 0:
+        file.fail("has learned positions, which are not read of this architecture", UNSUPPORTED)
+    ratio = inner / hidden
+    if int(ratio * hidden) != inner:
+        file.fail(f"`mpt.feed_forward_length` is {inner}, no share of the embedding's {hidden}")
+    return {
+        "expansion_ratio": ratio,
+        "no_bias": True,
+        "attn_config": {
+            "attn_type": "multihead_attention" if kv_heads == heads else "grouped_query_attention",
+            "kv_n_heads": kv_heads,
+            "alibi": True,
+            "alibi_bias_max": largest,
+            "clip_qkv": file.number("mpt.attention.clamp_kqv", 0.0) or None,
+            "qk_ln": "blk.0.attn_q_norm.weight" in file.tensors,
+        },
+    }
+
+
+def read_dbrx(file: GgufFile, config: Fields) -> Fields:
+    if not math.isclose(config["layer_norm_epsilon"], _DBRX_EPS, rel_tol=1e-3):
+        file.fail(
+            f"`dbrx.attention.layer_norm_epsilon` is {config['layer_norm_epsilon']}, not {_DBRX_EPS}", UNSUPPORTED
+        )
+    experts = file.integer("dbrx.expert_count")
+    return {
+        "num_local_experts": experts,
+        "attn_config": {
+            "kv_n_heads": config["num_key_value_heads"],
+            "clip_qkv": file.number("dbrx.attention.clamp_kqv", 0.0) or None,
+        },
+        "ffn_config": {
+            "ffn_hidden_size": config["intermediate_size"],
+            "hidden_size": config["hidden_size"],
+            "moe_num_experts": experts,
+            "moe_top_k": file.integer("dbrx.expert_used_count"),
+        },
     }
 
 

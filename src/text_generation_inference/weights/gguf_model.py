@@ -53,6 +53,9 @@ class TensorPlan:
 _UNUSED = re.compile(r"rope_freqs\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)(\.weight)?")
 _ROPE_FACTORS = re.compile(r"rope_factors_(long|short)\.weight")
 
+# What would change what is computed, and is not read but of those that know it.
+_UNREAD = ("attention.clamp_kqv", "attention.max_alibi_bias", "attention.temperature_scale")
+
 # Llama 3.1 and later are published with these alone; a GGUF file holds only the curve they give.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 
@@ -101,6 +104,7 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     }
     config |= arch.read(file, config)
     _check_rotary(file, arch_name, arch, config)
+    _check_unread(file, arch_name, arch)
     return config
 
 
@@ -141,11 +145,10 @@ class _Planner:
         self.biased = {*arch.biased, *biases}
         if config.get("attention_bias"):
             self.biased |= {"attn_q", "attn_k", "attn_v", "attn_output"}
-        has_factors = arch.model_type == "phi3"  # which are in its config
         self.left = {
             name
             for name in file.tensors
-            if not _UNUSED.fullmatch(name) and not (has_factors and _ROPE_FACTORS.fullmatch(name))
+            if not _UNUSED.fullmatch(name) and not (arch.has_factors and _ROPE_FACTORS.fullmatch(name))
         }
 
     def plan_outside(self, parts: tuple[str, ...]) -> list[TensorPlan]:
@@ -307,6 +310,14 @@ def _check_rotary(file: GgufFile, arch_name: str, arch: Architecture, config: di
     for key in (arch.eps, "rope_theta"):
         if config[key] <= 0:
             file.fail(f"{key} is {config[key]}, but must be positive")
+
+
+def _check_unread(file: GgufFile, arch_name: str, arch: Architecture) -> None:
+    if not file.flag(f"{arch_name}.attention.causal", True):
+        file.fail(f"`{arch_name}.attention.causal` is false: it makes embeddings, and no text", UNSUPPORTED)
+    for key in set(_UNREAD).difference(arch.known):
+        if value := file.number(f"{arch_name}.{key}", 0.0):
+            file.fail(f"`{arch_name}.{key}` is {value}, which is not known of this architecture", UNSUPPORTED)
 
 
 def _rope_scaling(

@@ -2,8 +2,8 @@
 
 Between `gguf` (format) and `convert` (writing). Two kinds exist in the supported architectures: byte-level BPE with
 merges (`gpt2`), and SentencePiece BPE with scores (`llama`). How text is cut before the merges is not in the file,
-only the name of the cut (`tokenizer.ggml.pre`): an unknown name is refused, because a guess would silently give wrong
-tokens.
+only the name of the cut (`tokenizer.ggml.pre`): an unknown name is refused, and so is none where the architecture does
+not tell, because a guess would silently give wrong tokens.
 """
 
 from dataclasses import dataclass
@@ -98,8 +98,10 @@ class _Cut:
 
 _LLAMA3 = _Cut((_LLAMA3_SPLIT,), ignore_merges=True, adds_bos=True)
 _CUTS = (
-    dict.fromkeys(("default", "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais", "granite-docling"), _Cut())
-    | dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _Cut(single_digits=True))
+    dict.fromkeys(("default", "gpt-2", "gpt2", "phi-2", "jais", "granite-docling"), _Cut())
+    | dict.fromkeys(("olmo", "mpt"), _Cut(composes=True))  # GPT-NeoX's vocabulary
+    | dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone"), _Cut(single_digits=True))
+    | {"command-r": _Cut(single_digits=True, composes=True)}
     | dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _LLAMA3)
     | dict.fromkeys(("dbrx", "smaug-bpe"), _Cut((_LLAMA3_SPLIT,)))
     | {"tekken": _Cut((_TEKKEN_SPLIT,), ignore_merges=True, adds_bos=True)}
@@ -110,6 +112,19 @@ _CUTS = (
     | dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), _Cut((_BLOOM_SPLIT,)))
     | {"viking": _Cut((_BLOOM_SPLIT, r"\p{N}"))}
 )
+# Of architectures all of whose models have one: files from before May 2024 do not name it.
+_USUAL_CUT = {
+    "bloom": "bloom",
+    "command-r": "command-r",
+    "falcon": "falcon",
+    "gpt2": "gpt-2",
+    "gptneox": "olmo",
+    "phi2": "phi-2",
+    "qwen2": "qwen2",
+    "qwen2moe": "qwen2",
+    "starcoder": "starcoder",
+    "starcoder2": "starcoder",
+}
 
 
 def read_tokenizer(file: GgufFile, vocab_size: int) -> Tokenizer:
@@ -186,7 +201,11 @@ def _sentencepiece(file: GgufFile, tokens: list[str], kinds: np.ndarray) -> Toke
 
 
 def _cut(file: GgufFile) -> _Cut:
-    name = file.text("tokenizer.ggml.pre", "default")
+    name = file.text("tokenizer.ggml.pre", "")
+    if name in ("", "default"):
+        name = _USUAL_CUT.get(file.text("general.architecture"), name)
+    if not name:
+        file.fail("does not say how text is cut (`tokenizer.ggml.pre`), as files from before May 2024", UNSUPPORTED)
     if name not in _CUTS:
         file.fail(f"text splitting {name[:40]!r} (`tokenizer.ggml.pre`) is not known", UNSUPPORTED)
     return _CUTS[name]
