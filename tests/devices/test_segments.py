@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.kernels import flash_segments
-from text_generation_inference.kernels.segments import Segments, segment_attention
+from text_generation_inference.kernels.cpu.ops import NativeOps
+from text_generation_inference.kernels.segments import Segments, cut, segment_attention
 
 RUNS = {
     "equal": ([6, 6, 6], None),
@@ -47,6 +48,26 @@ def test_runs_attend_to_themselves(runs: str, heads: tuple[int, int, int]) -> No
     q, k, v = draw(queries, keys, heads)
     found = segment_attention(q, k, v, Segments(queries, q.device, keys))
     torch.testing.assert_close(found, by_hand(q, k, v, queries, keys or queries), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [*HEADS, (4, 4, 12)])  # the last goes to the definition
+@pytest.mark.parametrize("runs", list(RUNS))
+def test_native_kernels_of_the_cpu(ops: NativeOps, runs: str, heads: tuple[int, int, int]) -> None:
+    queries, keys = RUNS[runs]
+    q, k, v = draw(queries, keys, heads)
+    found = ops.segment_attention(q, k, v, Segments(queries, q.device, keys))
+    torch.testing.assert_close(found, by_hand(q, k, v, queries, keys or queries), atol=1e-5, rtol=1e-5)
+
+
+def test_rows_that_can_be_computed_apart() -> None:
+    """In pieces as large as they may be, that no run of any of the segments goes beyond."""
+    device = torch.device("cpu")
+    full, windows = Segments([8, 4, 4, 20, 2], device), Segments([5, 3, 4, 2, 2, 10, 10, 2], device)
+    assert cut([full, windows], 16) == [(0, 16), (16, 36), (36, 38)]
+    assert cut([windows], 13) == [(0, 12), (12, 16), (16, 26), (26, 38)]
+    assert cut([full, windows], 0) == cut([full], 100) == [(0, 38)]
+    assert cut([Segments([3, 3], device, [4, 4])], 3) == [(0, 6)]
+    assert windows.within(8, 26).queries == (4, 2, 2, 10)
 
 
 @pytest.mark.parametrize("runs", list(RUNS))

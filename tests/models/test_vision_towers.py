@@ -547,6 +547,15 @@ def test_widths_that_a_device_multiplies_faster_change_nothing(made: Made) -> No
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
+@torch.no_grad()
+def test_rows_that_are_computed_a_few_at_a_time(made: Made) -> None:
+    """One picture or tile after the other, and within a feed-forward a few rows."""
+    pixels, grids = draw(made)
+    tower = load(made, ops=Ops(tower_rows=20))
+    for ours, expected in zip(tower.encode(pixels, grids), load(made).encode(pixels, grids), strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_features_have_the_type_of_the_decoder(made: Made, dtype: torch.dtype) -> None:

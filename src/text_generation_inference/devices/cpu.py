@@ -24,6 +24,7 @@ from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.types import DeviceMemory, Limits
 
 _WORKING_BYTES = 512 << 20
+_TOWER_ROWS = 1024  # what comes of more than that is new memory from the system for each op
 
 
 class CpuDevice(AtOnce):
@@ -100,6 +101,7 @@ def _native_ops(native: NativeOps) -> Ops:
     return Ops(
         native.description,
         pack_linear=native.pack_linear,
+        tower_rows=_TOWER_ROWS,
         pack_blocks=native.pack_blocks,
         block_kinds=frozenset(BLOCKS),
         pack_experts=experts.pack_experts,
@@ -114,6 +116,7 @@ def _native_ops(native: NativeOps) -> Ops:
         gelu_tanh_mul=native.gelu_tanh_mul,
         rotary_and_cache=native.rotary_and_cache,
         attention=native.attention,
+        segment_attention=native.segment_attention,
         latent_attention=NativeLatentAttention(native).latent_attention,
         greedy=native.greedy,
         gather_inputs=slots.gather_inputs,

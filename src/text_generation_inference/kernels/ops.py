@@ -321,6 +321,7 @@ class Ops:
     description: str = "reference ops"
     pack_linear: PackLinearOp = reference.pack_linear
     fast_multiple: int = 1  # plain matrices whose sizes are multiples of it are multiplied fastest
+    tower_rows: int = 0  # that a block of a tower computes at a time, where fewer stay in the caches; 0: all
     pack_fp8: PackFp8Op = fp8.pack_fp8
     fp8_max: float = fp8.FP8_MAX  # the largest number of the device's e4m3
     fp8_on_host: bool = False  # weights are quantised and widened there, until `pack_fp8` sends them

@@ -3,7 +3,7 @@
 `Segments` says which rows attend to each other, and has what kernels read of that on the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -64,9 +64,28 @@ class Segments:
             found.append(_Runs(length, key_length, rows.to(self.device), key_rows.to(self.device)))
         return found
 
+    def within(self, start: int, end: int) -> "Segments":
+        """Those between two of its ends, where queries are the keys."""
+        ends = list(accumulate(self.queries, initial=0))
+        return Segments(self.queries[ends.index(start) : ends.index(end)], self.device)
+
     def get_ready(self) -> None:
         """Put all of this on the device: there is no way from the host into a graph."""
         _ = self.starts, self.groups
+
+
+def cut(segments: Collection[Segments], most: int) -> list[tuple[int, int]]:
+    """Rows that see none beyond theirs in any of the segments, from where to where: so many at most if runs allow."""
+    if not most or any(each.keys != each.queries for each in segments):
+        return [(0, max(sum(each.queries) for each in segments))]
+    ends = sorted(set[int].intersection(*(set(accumulate(each.queries)) for each in segments)))
+    found, start, last = list[tuple[int, int]](), 0, 0
+    for end in ends:
+        if last > start and end - start > most:
+            found.append((start, last))
+            start = last
+        last = end
+    return [*found, (start, last)]
 
 
 def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -1,5 +1,6 @@
 // Causal attention over a paged KV cache [blocks][block_size][kv_heads][head_dim]. Values may be the first `value_dim` of
-// what lies in their place, as those of latents are, which are the keys at the same time.
+// what lies in their place, as those of latents are, which are the keys at the same time. And attention of runs of rows to
+// whole runs of others, without a cache: each is a chunk whose queries are all where the last key is.
 //
 // A query is one (token, head) pair. Pairs that share a KV head and a row of the batch differ only in position, so
 //   - a row that decodes (one token) is cut into pieces of PIECE_KEYS keys; each (row, some kv heads, piece) is a task that
@@ -21,8 +22,10 @@ typedef struct {
   float *out;
   const int32_t *block_tables, *seq_lens;
   const int64_t *starts, *ends;  // of each chunk
+  const int64_t *key_starts;     // [chunks + 1] without a cache: rows of `k_cache` that a chunk sees; else NULL
   const int64_t *first_task, *first_token;  // of each chunk, and of the end
   long q_token, q_head, table_stride, blocks;
+  long key_row, kv_head;  // from a key to the next, from a KV head to the next
   const float *sinks;  // [heads]: one more score for each query, without a value; or NULL
   long num_decode, num_chunks, block_size, heads, kv_heads, head_dim, value_dim, window, span;
   long pieces;        // per decoding row
@@ -34,11 +37,14 @@ typedef struct {
 
 // Where the keys [start, start + count) of a row lie, as offsets into either cache for KV head 0.
 INLINE void locate(const attention_call *call, long row, long start, long count, int64_t *offsets) {
+  if (call->key_starts) {
+    for (long i = 0; i < count; i++) offsets[i] = (call->key_starts[row] + start + i) * call->key_row;
+    return;
+  }
   const int32_t *table = call->block_tables + row * call->table_stride;
-  const long width = call->kv_heads * call->head_dim;
   long block = start / call->block_size, slot = start % call->block_size;
   for (long i = 0; i < count; i++) {
-    offsets[i] = ((int64_t)table[block] * call->block_size + slot) * width;
+    offsets[i] = ((int64_t)table[block] * call->block_size + slot) * call->key_row;
     if (++slot == call->block_size) slot = 0, block++;
   }
 }
@@ -218,7 +224,7 @@ typedef struct {
 INLINE long step_start(const decode_run *run, long step) { return step % run->steps / run->kvs * run->keys; }
 INLINE const float *step_at(const decode_run *run, long step) {
   const attention_call *call = run->call;
-  return (step < run->steps ? call->k_cache : call->v_cache) + (run->kv0 + step % run->kvs) * call->head_dim;
+  return (step < run->steps ? call->k_cache : call->v_cache) + (run->kv0 + step % run->kvs) * call->kv_head;
 }
 
 // What a step reads, beside what is read DECODE_AHEAD steps later.
@@ -344,6 +350,11 @@ INLINE void soften(const attention_call *call, chunk_state *s, long start, long 
   }
 }
 
+// Where a query of a chunk is: the last key that it sees.
+INLINE long position_of(const attention_call *call, long chunk, long query) {
+  return call->key_starts ? call->key_starts[chunk + 1] - call->key_starts[chunk] - 1 : call->starts[chunk] + query;
+}
+
 static void chunk_task(const attention_call *call, long task) {
   static __thread scratch memory;
   chunk_state *s = reserve(&memory, sizeof(chunk_state));
@@ -354,7 +365,7 @@ static void chunk_task(const attention_call *call, long task) {
   // Later queries see more keys: they go first, so that the threads finish together.
   const long local = task - call->first_task[chunk], kv = local % call->kv_heads, panel = panels - 1 - local / call->kv_heads;
   const long pair0 = panel * PANEL, lanes = pairs - pair0 < PANEL ? pairs - pair0 : PANEL;
-  const long oldest = call->starts[chunk] + pair0 / group, newest = call->starts[chunk] + (pair0 + lanes - 1) / group;
+  const long oldest = position_of(call, chunk, pair0 / group), newest = position_of(call, chunk, (pair0 + lanes - 1) / group);
   const float *q[PANEL];  // of each lane; lanes past the last pair repeat it
   float *out[PANEL];
   for (long l = 0; l < PANEL; l++) {
@@ -362,7 +373,7 @@ static void chunk_task(const attention_call *call, long task) {
     const long head = kv * group + pair % group;
     q[l] = call->q + token * call->q_token + head * call->q_head;
     out[l] = call->out + (token * call->heads + head) * values;
-    s->position[l] = (int32_t)(call->starts[chunk] + pair / group);
+    s->position[l] = (int32_t)position_of(call, chunk, pair / group);
     s->before[l] = (int32_t)first_seen(call, s->position[l]) - 1;
     s->max[l] = sink_score(call, head);
     s->total[l] = call->sinks ? 1.0f : 0.0f;
@@ -383,7 +394,7 @@ static void chunk_task(const attention_call *call, long task) {
     locate(call, row, start, count, offsets);
     for (long i = count; i % MAX_ROWS; i++) offsets[i] = offsets[count - 1];
     for (long i = 0; i < count; i += MAX_ROWS)
-      score_keys(s->q, call->k_cache + kv * d, offsets + i, d, s->scores + i * PANEL);
+      score_keys(s->q, call->k_cache + kv * call->kv_head, offsets + i, d, s->scores + i * PANEL);
     const int masked = start + count - 1 > oldest || start < last_first;
     if (call->softcap > 0.0f)
       soften(call, s, start, count, 1, call->softcap);
@@ -392,7 +403,7 @@ static void chunk_task(const attention_call *call, long task) {
     else
       soften(call, s, start, count, 0, 0.0f);
     for (long e = 0; e < values; e += MAX_ROWS)
-      weigh_values(s->scores, call->v_cache + kv * d + e, offsets, count, s->keep, s->out + e * PANEL);
+      weigh_values(s->scores, call->v_cache + kv * call->kv_head + e, offsets, count, s->keep, s->out + e * PANEL);
   }
   for (long l = 0; l < lanes; l += 4) {
     const __m128 share = _mm_div_ps(_mm_set1_ps(1.0f), _mm_loadu_ps(s->total + l));
@@ -422,7 +433,8 @@ static int run_attention(attention_call call, long max_blocks, int threads) {
   static __thread scratch partial_memory, chunk_memory;
   const long group = call.heads / call.kv_heads, rows = call.num_decode + call.num_chunks;
   long keys = 0, longest = 0;
-  for (long row = 0; row < rows; row++) {
+  if (!call.key_starts) call.key_row = call.kv_heads * call.head_dim, call.kv_head = call.head_dim;
+  for (long row = 0; row < rows && !call.key_starts; row++) {
     const long end = row < call.num_decode ? call.seq_lens[row] : call.ends[row - call.num_decode];
     const long used = (end + call.block_size - 1) / call.block_size;
     if (end < 0 || used > max_blocks) return -1;
@@ -473,6 +485,17 @@ int tgi_attention(const float *q, long q_token, long q_head, const float *k_cach
       .sinks = sinks, .q_token = q_token, .q_head = q_head, .table_stride = table_stride, .starts = starts, .ends = ends,
       .scale = scale, .softcap = softcap};
   return run_attention(call, max_blocks, threads);
+}
+
+// Rows [starts[i], starts[i + 1]) attend to all of [key_starts[i], key_starts[i + 1]), for each of `runs`.
+void tgi_segment_attention(const float *q, long q_row, long q_head, const float *k, const float *v, long key_row, long kv_head,
+                           long runs, const int64_t *starts, const int64_t *key_starts, long heads, long kv_heads,
+                           long head_dim, float scale, float *out, int threads) {
+  const attention_call call = {
+      .q = q, .k_cache = k, .v_cache = v, .out = out, .num_chunks = runs, .heads = heads, .kv_heads = kv_heads,
+      .head_dim = head_dim, .value_dim = head_dim, .q_token = q_row, .q_head = q_head, .key_row = key_row,
+      .kv_head = kv_head, .starts = starts, .ends = starts + 1, .key_starts = key_starts, .scale = scale};
+  run_attention(call, 0, threads);
 }
 
 #endif

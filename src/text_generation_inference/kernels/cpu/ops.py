@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from ctypes import c_double, c_float, c_int, c_long, c_void_p
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeGuard
 
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor
 
 from text_generation_inference.kernels import reference
+from text_generation_inference.kernels import segments as segments_definition
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.cpu import build
 from text_generation_inference.kernels.fp8 import AttentionScales, Fp8Weight
 from text_generation_inference.kernels.head_norms import HeadNorms
 from text_generation_inference.kernels.matrices import PackedWeight, Product, Rows, Weight
+from text_generation_inference.kernels.segments import Segments
 
 _PLAIN_KINDS = ("float32", "bfloat16", "float16")
 _GGUF_KINDS = ("q4_0", "q4_1", "q8_0", "q5_0", "q5_1", "iq4_nl", "q4_k", "q5_k", "q6_k")
@@ -60,6 +63,7 @@ _SIGNATURES: dict[str, tuple[type | None, str]] = {
     "tgi_gate": (None, "iplllpi"),
     "tgi_rotary_and_cache": (c_int, "pllpllpllpllpplppplllli"),
     "tgi_attention": (c_int, "pllppllpllpllpplllfllfppi"),
+    "tgi_segment_attention": (None, "pllpplllpplllfpi"),
     "tgi_latent_cache": (c_int, "pllplpfplpplplllli"),
     "tgi_absorb": (None, "pllpllllllpi"),
     "tgi_latent_attention": (c_int, "ppllpllpllpplllfpi"),
@@ -153,6 +157,7 @@ class NativeOps:
         self._gate = library.tgi_gate
         self._rotary = library.tgi_rotary_and_cache
         self._attention = library.tgi_attention
+        self._segment_attention = library.tgi_segment_attention
         self.note_computing: Callable[[], None] = _nothing  # told before what takes long: others have Python meanwhile
         self._threads: Callable[[], int] = torch.get_num_threads if threads is None else lambda: threads
         vectors = {512: "AVX-512", 256: "AVX2"}[library.tgi_vector_bits()]
@@ -408,6 +413,31 @@ class NativeOps:
             softcap or 0.0, None if sinks is None else sinks.data_ptr(), out.data_ptr(), self._threads(),
         ):  # fmt: skip
             raise IndexError("a row's block table does not cover its tokens with blocks of the cache")
+        return out
+
+    def segment_attention(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+        """q `[rows, heads, dim]`, k and v `[key rows, kv heads, dim]` -> `[rows, heads * dim]`."""
+        self.note_computing()
+        rows, heads, head_dim = q.shape
+        if not (
+            q.dtype is k.dtype is v.dtype is _float32
+            and head_dim % 8 == 0
+            and head_dim <= MAX_HEAD_DIM
+            and q.stride(2) == 1
+            and all(segments.keys)
+        ):
+            return segments_definition.segment_attention(q, k, v, segments)
+        # What a head reads lies together: rows of all heads would share few sets of the first-level cache.
+        k, v = (each.transpose(0, 1).contiguous() for each in (k, v))
+        runs, kv_heads = len(segments.queries), k.shape[0]
+        starts, key_starts = (
+            (ctypes.c_int64 * (runs + 1))(*accumulate(each, initial=0)) for each in (segments.queries, segments.keys)
+        )
+        out = _empty((rows, heads * head_dim))
+        self._segment_attention(
+            q.data_ptr(), q.stride(0), q.stride(1), k.data_ptr(), v.data_ptr(), k.stride(1), k.stride(0), runs, starts,
+            key_starts, heads, kv_heads, head_dim, head_dim**-0.5, out.data_ptr(), self._threads(),
+        )  # fmt: skip
         return out
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from text_generation_inference.kernels.matrices import Weight, plain
 from text_generation_inference.kernels.ops import ActivationOp, GateOp, Ops
-from text_generation_inference.kernels.segments import Segments
+from text_generation_inference.kernels.segments import Segments, cut
 from text_generation_inference.layers.linear import Linear
 from text_generation_inference.layers.norm import NormSpec, make_norm
 from text_generation_inference.models.config import Config
@@ -311,12 +311,15 @@ class TowerFeedForward(Module):
     ) -> None:
         """sizes: in, between, out."""
         self.name = name
+        self._most_rows = ops.tower_rows
         self.activate = gate_of(ops, act) if len(up) > 1 else activation_of(ops, act)
         size, width, out = sizes
         self.up = linear(ops, up, [width] * len(up), size, bias, pads_outputs=True)
         self.down = linear(ops, [down], [out], width, bias, pads_inputs=True)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._most_rows and x.shape[0] > self._most_rows:
+            return torch.cat([self.forward(rows) for rows in x.split(self._most_rows)])
         x = self.activate(self.up.forward(x))
         if missing := self.down.num_inputs - x.shape[1]:  # one of the two is not plain, and as wide as it is stored
             x = F.pad(x, (0, missing))
@@ -325,7 +328,7 @@ class TowerFeedForward(Module):
 
 class Block(Module):
     def __init__(self, ops: Ops, name: str, spec: BlockSpec) -> None:
-        self.name = name
+        self.ops, self.name = ops, name
         size = spec.hidden_size
         self.norm1, self.norm2 = (TowerNorm(ops, spec.norm, each, size) for each in spec.norms)
         self.attention = TowerAttention(ops, spec)
@@ -366,14 +369,39 @@ def run_blocks(
     wanted: Collection[int] = (),
 ) -> Parts[dict[int, Tensor]]:
     """x through blocks, left after each: the states behind so many blocks as are wanted, and that behind all."""
-    states, added = {0: x}, None
-    for number, (block, of_block) in enumerate(zip(blocks, rows, strict=True), 1):
-        x, added = block.forward(x, added, of_block, rotation)
+    states, pieces = {0: x}, _cut(blocks[0].ops.tower_rows if blocks else 0, x, rows, rotation)
+    for number, block in enumerate(blocks, 1):
+        for piece in pieces:
+            piece.x, piece.added = block.forward(piece.x, piece.added, piece.rows[number - 1], piece.rotation)
         if number in wanted or number == len(blocks):
-            x, added = x + added, None
-            states[number] = x
+            for piece in pieces:
+                assert piece.added is not None
+                piece.x, piece.added = piece.x + piece.added, None
+            states[number] = pieces[0].x if len(pieces) == 1 else torch.cat([piece.x for piece in pieces])
         yield
     return states
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Rows that go through a block together."""
+
+    x: Tensor
+    added: Tensor | None
+    rows: Sequence[Segments | Attends]  # for each block
+    rotation: Tensor | None
+
+
+def _cut(most: int, x: Tensor, rows: Sequence[Segments | Attends], rotation: Tensor | None) -> list[_Piece]:
+    segments = {id(each): each for each in rows if isinstance(each, Segments)}
+    if not most or x.shape[0] <= most or any(id(each) not in segments for each in rows):
+        return [_Piece(x, None, rows, rotation)]
+    pieces: list[_Piece] = []
+    for start, end in cut(segments.values(), most):
+        within = {key: each.within(start, end) for key, each in segments.items()}
+        angles = None if rotation is None else rotation[start:end]
+        pieces.append(_Piece(x[start:end], None, [within[id(each)] for each in rows], angles))
+    return pieces
 
 
 def read_activation(config: Config, name: str, default: str) -> str:
