@@ -52,8 +52,8 @@ def read_rope(
         short_factors=scaling.numbers("short_factor", rotary_dim // 2) if kind == "longrope" else (),
         long_factors=scaling.numbers("long_factor", rotary_dim // 2) if kind == "longrope" else (),
     )
-    if kind == "llama3" and spec.high_freq_factor <= spec.low_freq_factor:
-        raise scaling.wrong("high_freq_factor", f"is {spec.high_freq_factor}, `low_freq_factor` is not less")
+    if kind == "llama3" and spec.high_freq_factor < spec.low_freq_factor:
+        raise scaling.wrong("high_freq_factor", f"is {spec.high_freq_factor}, `low_freq_factor` is greater")
     if not is_finite(spec):
         if kind == "longrope" and original_max == 1:
             raise originals.wrong(original, "is 1, which this rope type cannot stretch")
