@@ -9,6 +9,7 @@ from text_generation_inference.models.config import Config
 
 _OLD_NAMES = {"su": "longrope"}
 _SCALES = ("factor", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor")  # of some kinds, not of all
+_MOST_POSITIONS = 2**62
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -61,6 +62,15 @@ def read_rope(
             raise thetas.wrong("rope_theta", f"is {spec.theta}, which gives no finite frequencies as rope type {kind}")
         raise config.wrong(field, f"gives no finite frequencies as rope type {kind}")
     return spec
+
+
+def read_length(config: Config, rope: RopeSpec, max_positions: int) -> int:
+    """Of sequences that a model was made for: files whose rotation was stretched later say the one before."""
+    if rope.kind == "yarn":
+        return max(max_positions, int(min(rope.original_max_positions * rope.factor, _MOST_POSITIONS)))
+    if rope.kind == "linear":
+        return max(max_positions, config.optional_integer("max_sequence_length") or 0)
+    return max_positions
 
 
 def _read_kind(scaling: Config, renames: Mapping[str, str]) -> str:
