@@ -23,6 +23,11 @@ LENGTHS: dict[str, tuple[str, dict[str, Any], int]] = {  # as files have them
     ),
     "GPT-OSS, which says the same twice": ("GptOssForCausalLM", {}, 131072),
     "longer than stretched": ("Qwen2ForCausalLM", {"max_position_embeddings": 200000, "rope_scaling": YARN}, 200000),
+    "stretched from what is not said": (
+        "LlamaForCausalLM",
+        {"max_position_embeddings": 131072, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+        131072,
+    ),
     "Vicuna-16k": (
         "LlamaForCausalLM",
         {
