@@ -54,8 +54,8 @@ QWEN2_MOE = {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 4, "num_ex
         ({"rope_scaling": {"factor": 4.0}}, "`rope_scaling.rope_type` is missing"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "`rope_parameters.low_freq_factor` must be a"),
         (
-            {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
-            "`rope_parameters.high_freq_factor` is 4.0, `low_freq_factor` is not less",
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 5, "high_freq_factor": 4}},
+            "`rope_parameters.high_freq_factor` is 4.0, `low_freq_factor` is greater",
         ),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "rope_theta": 1}}, "`rope_parameters.rope_theta` is 1"),
         (

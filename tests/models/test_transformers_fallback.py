@@ -162,7 +162,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "hybrid": ("FalconH1", {}, "does not attend through the interface"),
     "convolution": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "keeps a state"),
     "values on the way": ("JetMoe", {}, "looks at values on the way to decide what to compute"),
-    "a state": ("MiniMax", {}, "looks at values on the way to decide what to compute"),
+    "a state": ("MiniMax", {}, "2 of its 3 layers attend through the interface"),
+    "a state on one layer": (
+        "GraniteMoeHybrid",
+        {"layer_types": ["attention", "mamba", "attention"]},
+        "keeps a state that is no cache",
+    ),
     "two calls a layer": ("DiffLlama", {}, "attends more than once"),
     "own mask": ("Doge", {}, "makes a mask of its own"),
     "bidirectional": ("Olmo", {"is_causal": False}, "looks at tokens that come later"),

@@ -36,6 +36,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "GraniteMoeHybrid": {  # without a recurrent layer, as the small Granite 4; its file has an infinite number
+        "num_local_experts": 0,
+        "shared_intermediate_size": 48,
+        "layer_types": ["attention", "attention", "attention"],
+        "position_embedding_type": "rope",
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 2.0,
+    },
     "MiMoV2Flash": {  # sinks on some layers, and values of another width
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,

@@ -83,13 +83,12 @@ def _frequencies(spec: RopeSpec, num_positions: int) -> tuple[Tensor, float]:
 
 
 def _llama3(spec: RopeSpec, base: Tensor) -> Tensor:
-    """Long waves are slowed by `factor`, short ones kept, those between blended."""
+    """Long waves are slowed by `factor`, short ones kept, those between blended: none in Llama 4 Scout."""
     wavelengths = 2 * math.pi / base
     longest_kept = spec.original_max_positions / spec.high_freq_factor
     shortest_slowed = spec.original_max_positions / spec.low_freq_factor
-    share = (spec.original_max_positions / wavelengths - spec.low_freq_factor) / (
-        spec.high_freq_factor - spec.low_freq_factor
-    )
+    span = spec.high_freq_factor - spec.low_freq_factor or 1.0
+    share = (spec.original_max_positions / wavelengths - spec.low_freq_factor) / span
     blended = (1 - share) * base / spec.factor + share * base
     slowed = torch.where(wavelengths > shortest_slowed, base / spec.factor, base)
     between = (wavelengths <= shortest_slowed) & (wavelengths >= longest_kept)

@@ -45,4 +45,6 @@ def read_cohere_like(config: Config, windows: list[int | None] | None, theta: fl
     norm = NormSpec(eps=config.positive("layer_norm_eps"), is_centred=True)
     spec = read_llama_like(config, qkv_bias=bias, out_bias=bias, windows=windows, norm=norm, theta=theta)
     spec = with_layers(with_attention(spec, interleaved=True), join=Join.PARALLEL)
-    return replace(spec, logits_factor=config.positive("logit_scale"))
+    # Command R says 8192 positions, for which `transformers` once made a mask, and what it was made for beside it.
+    length = max(spec.max_positions, config.optional_integer("model_max_length") or 0)
+    return replace(spec, max_positions=length, logits_factor=config.positive("logit_scale"))

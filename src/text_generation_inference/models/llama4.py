@@ -74,7 +74,18 @@ _VISION = {
     "projector_output_dim": 16,
 }
 TINIES: dict[str, dict[str, Any]] = {"Llama4ForConditionalGeneration": {"text_config": TINY, "vision_config": _VISION}}
-VARIANTS: dict[str, dict[str, Any]] = {"no-qk-norm": {"use_qk_norm": False, "interleave_moe_layer_step": 1}}
+_SCOUT_ROPE = {  # nothing lies between what is slowed and what is kept
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 1.0,
+    "original_max_position_embeddings": 32,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "no-qk-norm": {"use_qk_norm": False, "interleave_moe_layer_step": 1},
+    "scout-rope": {"rope_parameters": _SCOUT_ROPE, "attn_temperature_tuning": False},
+}
 _NAMES = TensorNames(
     decoder=("model", "language_model.model", "model.language_model"),
     head=("lm_head", "language_model.lm_head"),

@@ -9,6 +9,8 @@ from text_generation_inference.models.config import Config
 
 _OLD_NAMES = {"su": "longrope"}
 _SCALES = ("factor", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor")  # of some kinds, not of all
+_ORIGINAL = "original_max_position_embeddings"
+_MOST_POSITIONS = 2**62
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -31,9 +33,8 @@ def read_rope(
     rotary_dim = int(head_dim * min(shares.positive(name, share), 2.0))
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise shares.wrong(name, f"cannot be: {rotary_dim} of {head_dim} dimensions of a head cannot be rotated")
-    original = "original_max_position_embeddings"
-    originals = _holder(original, config, scaling)
-    original_max = originals.integer(original, max_positions)
+    originals = _holder(_ORIGINAL, config, scaling)
+    original_max = originals.integer(_ORIGINAL, max_positions)
     thetas = _holder("rope_theta", scaling, config)
     spec = RopeSpec(
         kind=kind,
@@ -52,15 +53,25 @@ def read_rope(
         short_factors=scaling.numbers("short_factor", rotary_dim // 2) if kind == "longrope" else (),
         long_factors=scaling.numbers("long_factor", rotary_dim // 2) if kind == "longrope" else (),
     )
-    if kind == "llama3" and spec.high_freq_factor <= spec.low_freq_factor:
-        raise scaling.wrong("high_freq_factor", f"is {spec.high_freq_factor}, `low_freq_factor` is not less")
+    if kind == "llama3" and spec.high_freq_factor < spec.low_freq_factor:
+        raise scaling.wrong("high_freq_factor", f"is {spec.high_freq_factor}, `low_freq_factor` is greater")
     if not is_finite(spec):
         if kind == "longrope" and original_max == 1:
-            raise originals.wrong(original, "is 1, which this rope type cannot stretch")
+            raise originals.wrong(_ORIGINAL, "is 1, which this rope type cannot stretch")
         if kind in ("default", "dynamic") or spec.theta <= 1:
             raise thetas.wrong("rope_theta", f"is {spec.theta}, which gives no finite frequencies as rope type {kind}")
         raise config.wrong(field, f"gives no finite frequencies as rope type {kind}")
     return spec
+
+
+def read_length(config: Config, rope: RopeSpec, max_positions: int) -> int:
+    """Of sequences that a model was made for: files whose rotation was stretched later say the one before."""
+    scaling = config.inner("rope_scaling" if config.get("rope_scaling") else "rope_parameters")
+    if rope.kind == "yarn" and _holder(_ORIGINAL, config, scaling).get(_ORIGINAL) is not None:
+        return max(max_positions, int(min(rope.original_max_positions * rope.factor, _MOST_POSITIONS)))
+    if rope.kind == "linear":
+        return max(max_positions, config.optional_integer("max_sequence_length") or 0)
+    return max_positions
 
 
 def _read_kind(scaling: Config, renames: Mapping[str, str]) -> str:

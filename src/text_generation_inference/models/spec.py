@@ -16,7 +16,7 @@ from text_generation_inference.layers.norm import NormSpec
 from text_generation_inference.layers.qkv import QkvLayout
 from text_generation_inference.layers.rotary import RopeSpec
 from text_generation_inference.models.config import Config
-from text_generation_inference.models.rope_config import read_rope
+from text_generation_inference.models.rope_config import read_length, read_rope
 
 # What configs call an activation -> what ops call it. `gelu` alone is exact; all others are its tanh form.
 ACTIVATIONS = {
@@ -275,7 +275,7 @@ def read_llama_like(
             for window in windows or (None,) * sizes.layers
         ),
         norm=norm or NormSpec(eps=config.positive("rms_norm_eps", 1e-6)),
-        max_positions=sizes.positions,
+        max_positions=read_length(config, rope, sizes.positions),
         tied=config.flag("tie_word_embeddings", False),
     )
 

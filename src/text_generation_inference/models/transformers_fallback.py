@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ LOST = (
 
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")  # experts of a token
+_ATTENDING = ("attention", "full_attention", "sliding_attention")  # types of layers
 _BATCH_WIDE_ROPE = ("dynamic", "longrope", "su")
 _TRIAL = ((11, 5, 3, 17, 2, 13, 7), (4, 19, 8, 1, 6))  # tokens of two prompts
 _CLOSE = 0.05  # of the range of the logits: what rounding may do, in 16 bits
@@ -266,23 +267,41 @@ def _make_config(found: Any, config: Config) -> Any:
     """The config object of a class that can be served."""
     if not found.is_backend_compatible():
         raise NotServed("it does not attend through the interface of transformers")
-    if getattr(found, "_is_stateful", False):
-        raise NotServed("it keeps a state that is no cache of keys and values")
     for size in _SIZES:
         if size in config.fields:
             config.integer(size)  # of a size that can be described
     if found.config_class is None:
         raise NotServed(f"{found.__name__} names no class of its config")
     try:
-        made = found.config_class.from_dict(dict(config.fields))
+        made = found.config_class.from_dict(_with_floats(dict(config.fields)))
     except Exception as error:  # whatever a class makes of wrong fields
         raise ModelFormatError(f"{config.source}: {found.config_class.__name__} refuses it: {error}") from error
+    if getattr(found, "_is_stateful", False) and not _attends_throughout(made):
+        raise NotServed("it keeps a state that is no cache of keys and values")
     if getattr(made, "is_encoder_decoder", False):
         raise NotServed("it has an encoder")
     for rope in _ropes(made):
         if rope in _BATCH_WIDE_ROPE:
             raise NotServed(f"rope type {rope} depends on the longest request of a batch")
     return made
+
+
+def _with_floats(value: Any) -> Any:
+    """Numbers that JSON has no form for, as `transformers` writes them: `{"__float__": "Infinity"}`."""
+    if isinstance(value, list):
+        return [_with_floats(each) for each in cast(list[Any], value)]
+    if not isinstance(value, dict):
+        return value
+    fields = cast(dict[str, Any], value)
+    if fields.keys() == {"__float__"} and fields["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(fields["__float__"])
+    return {name: _with_floats(each) for name, each in fields.items()}
+
+
+def _attends_throughout(config: Any) -> bool:
+    """Whether all layers of a family that has recurrent ones too are of attention, as in the small Granite 4."""
+    types = cast(object, getattr(config, "layer_types", None))
+    return isinstance(types, list) and bool(types) and all(each in _ATTENDING for each in cast(list[object], types))
 
 
 def _ropes(config: Any) -> list[str]:
@@ -320,8 +339,9 @@ def _check_modules(module: torch.nn.Module) -> None:
 
 
 def _try(module: Any) -> None:
-    """A pass of two tokens without values. The mask of ones keeps it from asking for the values of positions."""
-    ids, ones = (torch.ones((1, 2), dtype=torch.int64, device="meta") for _ in range(2))
+    """A pass of two tokens without values. The mask of ones keeps it from asking for the values of positions, and has
+    values: that nothing is padding is known."""
+    ids, ones = (torch.ones((1, 2), dtype=torch.int64, device=device) for device in ("meta", "cpu"))
     try:
         module(input_ids=ids, attention_mask=ones, position_ids=torch.arange(2, device="meta")[None], use_cache=False)
     except NotServed:
