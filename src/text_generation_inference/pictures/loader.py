@@ -20,7 +20,7 @@ import msgspec
 from PIL import Image
 
 from text_generation_inference.config import ServerConfig
-from text_generation_inference.errors import OverloadedError, ValidationError
+from text_generation_inference.errors import OverloadedError, ValidationError, too_many_pictures
 from text_generation_inference.files import special_kind
 from text_generation_inference.pictures.address import AddressPolicy
 from text_generation_inference.pictures.data_uri import check_frames, invalid_content, parse_data_uri, split_video
@@ -184,7 +184,7 @@ class PictureLoader:
 
     def _check_number(self, sources: Sequence[object]) -> None:
         if len(sources) > self._max_pictures:
-            raise ValidationError(f"At most {self._max_pictures} image(s) may be provided in one prompt.")
+            raise too_many_pictures(self._max_pictures)
         num_urls = sum(map(_count_urls, sources))
         if num_urls > self._max_pictures:
             raise ValidationError(
