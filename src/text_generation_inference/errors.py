@@ -20,6 +20,11 @@ class ValidationError(TgiError):
     error_type = "validation"
 
 
+def too_many_pictures(most: int) -> ValidationError:
+    """Of a prompt. Told as soon as they are counted, before anything is made of each of them."""
+    return ValidationError(f"At most {most} image(s) may be provided in one prompt.")
+
+
 class ContextLengthError(ValidationError):
     """Prompt and answer do not fit into what the model can take."""
 

@@ -22,11 +22,15 @@ _KINDS = {
 _MAX_SHOWN = 60  # characters
 
 
+def special_kind(mode: int) -> str | None:
+    """What is no plain file, by its mode, in words; None: it is one."""
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no file")
+
+
 def check_plain_file(path: Path, max_bytes: int | None = None) -> None:
     """Raise `ModelFormatError` for anything but a file of a sensible size, before it is opened. Links are followed."""
     status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no file")
+    if (kind := special_kind(status.st_mode)) is not None:
         raise ModelFormatError(f"{path}: is {kind}, not a file. Download or copy the model again.")
     if max_bytes is not None and status.st_size > max_bytes:
         raise ModelFormatError(

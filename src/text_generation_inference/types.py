@@ -352,7 +352,8 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     """The end of one request."""
 
     request_id: int
-    reason: str  # "length", "eos_token" (any stop token), "aborted" or "error"
+    # "length", "eos_token" (any stop token), "aborted", "error" or "refused": what was asked for can never run
+    reason: str
     error: str | None
     num_cached_tokens: int  # prompt tokens found in the prefix cache when it was first admitted
     queue_ns: int  # from arrival to first admission

@@ -42,7 +42,11 @@ def as_bytes(picture: Image.Image, format: str = "PNG") -> bytes:
 
 
 def as_data(picture: Image.Image) -> str:
-    return "data:image/png;base64," + base64.b64encode(as_bytes(picture)).decode()
+    return as_data_of(as_bytes(picture), "image/png")
+
+
+def as_data_of(data: bytes, kind: str) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 class Pictures(ThreadingHTTPServer):
@@ -520,6 +524,37 @@ def test_videos_of_a_model_that_takes_none(client: httpx.Client, seeing: Server)
         answer = client.post("/v1/chat/completions", json=body)
         assert answer.status_code in (400, 422) and words in answer.text, answer.text
     seeing.wait_for(lambda: seeing.metrics()["tgi_picture_held"] == 0, "pictures to be given back")
+
+
+def test_a_model_that_takes_videos(tmp_path: Path) -> None:
+    """What the engine alone knows to be too much is refused as the caller's fault, in streams too."""
+    oracle = make_oracle("qwen2_5_vl", tmp_path)
+    server = Server("--model-id", str(tmp_path), "--max-total-tokens", "300", "--dtype", "float32")
+    frames = [draw(40, 30, seed) for seed in range(3)]
+    gif = io.BytesIO()
+    frames[0].save(gif, "GIF", save_all=True, append_images=frames[1:], duration=500)
+    length = oracle.rule.video_layout(40, 30, 3, 2.0).num_features + len(oracle.ids(["<s>user: What?assistant:"])) + 2
+    listed: dict[str, Any] = {"type": "video", "video": [as_data(frame) for frame in frames]}
+    try:
+        with server.client() as client:
+            for part in (
+                listed,
+                {"type": "video_url", "video_url": {"url": as_data_of(gif.getvalue(), "image/gif")}},
+                {"type": "video_url", "video_url": as_data_of(as_bytes(frames[0], "JPEG"), "video/jpeg"), "fps": 1},
+            ):
+                usage = chat(client, part, text("What?")).raise_for_status().json()["usage"]
+                assert usage["prompt_tokens"] == length - (part.get("fps") == 1)
+            slow, said = {**listed, "fps": 0.01}, "with the times of its videos the prompt has 8"
+            for more in ({}, {"n": 2, "temperature": 1.0}):
+                refused = chat(client, slow, **more)
+                assert refused.status_code == 400 and said in refused.json()["error"]["message"], refused.text
+                assert refused.json()["error"]["type"] == "invalid_request_error"
+            event = read_events(chat(client, slow, stream=True).content)[1]["error"]
+            assert event["http_status_code"] == 422 and said in event["message"]
+            server.wait_for(lambda: server.metrics()["tgi_picture_held"] == 0, "pictures to be given back")
+    finally:
+        assert server.stop() == 0, server.log[-3000:]
+    assert " ERROR " not in server.log
 
 
 def test_llm(oracle: Oracle, web: Pictures, tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_requests_that_no_api_process_makes_are_refused(engine: Process, changes
     async def run() -> None:
         client, _ = await connected(engine)
         _, reason, _ = await asyncio.wait_for(collect(client, request(client.next_id(), **changes)), 20)
-        assert reason == "error"
+        assert reason == "refused"
         await client.close()
 
     asyncio.run(run())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from text_generation_inference.errors import ValidationError
 from text_generation_inference.text.chat_template import ChatTemplate
 from text_generation_inference.text.messages import TOOL_PROMPT, append_tool_prompt, normalise_messages
 
@@ -120,6 +121,21 @@ def test_pictures_are_shown_as_the_caller_says() -> None:
         [image, {"type": "text", "text": "ab"}],
     ]
     assert messages == before
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image"},
+        {"type": "image", "image": None},
+        {"type": "image_url"},
+        {"type": "image_url", "image_url": None},
+    ],
+)
+def test_a_picture_that_is_not_there_is_refused(part: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]
+    with pytest.raises(ValidationError, match="an image that is not there"):
+        normalise_messages(messages, template("gemma3"), lambda _: None)
 
 
 def test_templates_that_write_pictures() -> None:

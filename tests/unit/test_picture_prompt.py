@@ -12,11 +12,13 @@ from tokenizers import Tokenizer as Backend
 
 from text_generation_inference.errors import ModelFormatError, TemplateError, ValidationError
 from text_generation_inference.pictures.rule import PictureLayout
+from text_generation_inference.text.messages import normalise_messages
 from text_generation_inference.text.model_folder import SpecialTokens
 from text_generation_inference.text.picture_prompt import (
     PicturePrompt,
     PictureWords,
     SeenPrompt,
+    ShownPictures,
     encode_seen,
     split_at_markers,
     split_at_stand_ins,
@@ -234,6 +236,20 @@ def test_requests() -> None:
         _request("<image>", 10_000)
     assert _request("<image>", 10_000, None).pictures == []
     assert _request("a text", 10_000).token_ids == _request("a text", 10_000, None).token_ids
+
+
+@pytest.mark.parametrize("as_parts", [False, True])
+def test_pictures_are_counted_before_anything_is_made_of_them(as_parts: bool) -> None:
+    """Of a body of megabytes there may be a million: looking for the places of each would take minutes."""
+    shown = ShownPictures(WORDS["byte level"], as_parts, most=2)
+    parts = [{"type": "image_url", "image_url": "u"}] * 1_000_000
+    messages = [{"role": "user", "content": parts}]
+    with pytest.raises(ValidationError, match=r"^At most 2 image\(s\) may be provided in one prompt\.$"):
+        normalise_messages(messages, None, shown.show)
+    assert len(shown.sources) == 2
+    with pytest.raises(ValidationError, match=r"^At most 2 image\(s\)"):
+        split_markdown("![](u)" * 1_000_000, 2)
+    assert split_markdown("![](u)![](v)![](", 2).sources == ["u", "v"]
 
 
 def test_prompts_of_templates() -> None:

@@ -114,7 +114,11 @@ def test_redirects_lead_where_browsers_go(location: str, url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "location", ["file:///x", "//a@b.example/", "/\\b.example/", "\thttp://b.example", "https:\\\\b"]
+    "location",
+    [
+        *("file:///x", "//a@b.example/", "/\\b.example/", "\thttp://b.example", "https:\\\\b"),
+        *("http://[::1", "//[", "//b.example[x]/", "http://a\u2100b.example/", "//b.example\uff0fx/"),
+    ],
 )
 def test_redirects_are_read_by_the_same_rules(location: str) -> None:
     with pytest.raises(AddressError):

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import http.server
+import io
 import stat
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pictures_here import SIDE, as_uri, encoded, noise, write_model
+from PIL import Image
 
 from text_generation_inference.config import ServerConfig, decoder_environment
 from text_generation_inference.errors import OverloadedError, ValidationError
@@ -271,6 +273,7 @@ def test_without_an_event_loop(model: Path, tmp_path: Path, site: str) -> None:
     path = tmp_path / "a picture.png"
     path.write_bytes(encoded(image))
     sources = [image, path, str(path), path.read_bytes(), as_uri(path.read_bytes()), f"{site}/5"]
+    sources += [bytearray(path.read_bytes()), memoryview(path.read_bytes())]
     found = loader.load_sync(sources)
     assert len({picture.digest for picture in found}) == 1
 
@@ -279,12 +282,18 @@ def test_without_an_event_loop(model: Path, tmp_path: Path, site: str) -> None:
 
     assert asyncio.run(inside()) == found[0].digest
     assert image.mode == "RGB" and image.size == (40, 30)
-    for bad, text in [
+    wrong: list[tuple[Any, str]] = [
         (tmp_path / "none.png", "Failed to read image data: "),
-        (str(tmp_path), "Failed to read image data: .* is a folder"),
+        (str(tmp_path), "Failed to read image data: .* is a folder, not a file$"),
         (b"", "invalid image: it is not PNG"),
         ("\0", "Failed to read image data: "),
-    ]:
+        (Image.open(io.BytesIO(path.read_bytes()[:2000])), "Failed to read image data: image file is truncated"),
+        (np.asarray(image), "an image must be a PIL picture, a path, a URL or bytes. Given: ndarray"),
+        (5, "Given: int"),
+        ([image], "Given: list"),
+        (VideoSource([image, None]), "Given: NoneType"),
+    ]
+    for bad, text in wrong:
         with pytest.raises(ValidationError, match=text):
             loader.load_sync([bad])
     loader.release([picture.digest for picture in found] + [found[0].digest])

@@ -105,13 +105,14 @@ async def render_chat(service: Service, body: ChatRequest, long: bool, tools: li
     """
     tools, words, template = choose_tools(body) if tools is None else tools, service.words, service.template
     as_parts = words is not None and template.writes_pictures(words.marker)
-    job = await service.run_beside(lambda: chat_job(body, template, tools, words, as_parts), long)
+    most = service.config.max_images_per_request
+    job = await service.run_beside(lambda: chat_job(body, template, tools, words, as_parts, most), long)
     text = await job.render(service, long)
     if words is None or job.shown is None:
         return ChatPrompt(text, job.continued, None)
     found = job.shown.split(text)
     if found is None:
-        job = await service.run_beside(lambda: chat_job(body, template, tools, words), long)
+        job = await service.run_beside(lambda: chat_job(body, template, tools, words, False, most), long)
         assert job.shown is not None
         found = job.shown.split(await job.render(service, long))
         assert found is not None
@@ -187,6 +188,7 @@ def chat_job(
     tools: list[Tool],
     words: PictureWords | None = None,
     as_parts: bool = False,
+    most_pictures: int | None = None,
 ) -> ChatJob:
     """A conversation that ends with the assistant's words is continued, unless that is turned off.
 
@@ -195,7 +197,7 @@ def chat_job(
     _check_messages(body.messages)
     described = [tool_as_json(tool) for tool in tools]
     plain = [_as_plain(message) for message in body.messages]
-    shown = None if words is None else ShownPictures(words, as_parts)
+    shown = None if words is None else ShownPictures(words, as_parts, most_pictures)
     if words is None or shown is None:
         messages = normalise_messages(plain, template)
     else:

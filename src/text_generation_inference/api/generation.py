@@ -13,7 +13,7 @@ import msgspec
 
 from text_generation_inference.api.metrics import Metrics, Timings
 from text_generation_inference.engine.client import TokenEvent, TokenStream
-from text_generation_inference.errors import IncompleteError, RequestError, TgiError
+from text_generation_inference.errors import IncompleteError, RequestError, TgiError, ValidationError
 from text_generation_inference.text.detokenize import open_stream
 from text_generation_inference.text.ids_as_text import IdsAsText
 from text_generation_inference.text.output import RequestText
@@ -248,6 +248,8 @@ class Generation:
             self._num_held = 0
 
     def _end(self, finish: Finish) -> None:
+        if finish.reason == "refused":
+            raise ValidationError(finish.error or "the request cannot be served")
         if finish.reason == "error":
             raise RequestError(finish.error or "the request failed")
         if finish.reason == "aborted":

@@ -46,8 +46,9 @@ class Holder(Protocol):
 class Pictures:
     """What the service knows of pictures."""
 
-    def __init__(self, rule: PictureRule, tokenizer: Tokenizer, loader: PictureLoader) -> None:
-        self.rule = rule
+    def __init__(self, rule: PictureRule, tokenizer: Tokenizer, loader: PictureLoader, max_pictures: int) -> None:
+        """`max_pictures`: of a prompt."""
+        self.rule, self.max_pictures = rule, max_pictures
         self.words = PictureWords.of(rule, tokenizer)
         self.loader = loader
         self.costs = picture_costs(rule, self.words, tokenizer)
@@ -68,9 +69,9 @@ class Pictures:
             return None
         pixels = Path(config.picture_folder)
         if metrics is None:
-            return cls(rule, tokenizer, PictureLoader(config, folder, pixels))
+            return cls(rule, tokenizer, PictureLoader(config, folder, pixels), config.max_images_per_request)
         loader = PictureLoader(config, folder, pixels, *_turns(config, metrics), current_caller.get)
-        return cls(rule, tokenizer, loader)
+        return cls(rule, tokenizer, loader, config.max_images_per_request)
 
     async def see(self, prompt: str | PicturePrompt, field: str, holder: Holder, salt: str) -> SeenPrompt:
         """Load what a prompt shows. In a text, pictures are Markdown. Raises what is wrong with it, before fetching.
@@ -78,7 +79,7 @@ class Pictures:
         What is kept of pictures is shared between requests of the same salt.
         """
         if isinstance(prompt, str):
-            prompt = split_markdown(prompt)
+            prompt = split_markdown(prompt, self.max_pictures)
         prompt.check(self.words, field)
         if not prompt.sources:
             return SeenPrompt(prompt.texts, [])

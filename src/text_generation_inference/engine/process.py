@@ -214,7 +214,7 @@ class EngineServer:
         try:
             wire.check_submitted(request, self._engine.facts)
         except ValidationError as error:
-            self._refuse(client, engine_id, str(error))
+            self._refuse(client, engine_id, str(error), "refused")
             return
         if client.is_full:
             self._refuse(client, engine_id, _FULL)
@@ -245,13 +245,13 @@ class EngineServer:
     def _add(self, client: ClientLink, request: GenerationRequest) -> None:
         try:
             self._loop.add(request)
-        except ValidationError as error:
-            self._refuse(client, request.id, str(error))
+        except ValidationError as error:  # what can never run, by limits that are known here alone
+            self._refuse(client, request.id, str(error), "refused")
 
-    def _refuse(self, client: ClientLink, engine_id: int, reason: str) -> None:
+    def _refuse(self, client: ClientLink, engine_id: int, text: str, reason: str = "error") -> None:
         self._end(client, engine_id)
         own_id = engine_id - (client.number << _CLIENT_SHIFT)
-        self._send(client, TokenOut(finished=[Finish(own_id, "error", reason, 0, 0, 0)]))
+        self._send(client, TokenOut(finished=[Finish(own_id, reason, text, 0, 0, 0)]))
 
     def _end(self, client: ClientLink, engine_id: int) -> None:
         client.requests.discard(engine_id)

@@ -100,7 +100,11 @@ def parse_address(url: str) -> MediaAddress:
 def join_address(base: MediaAddress, location: str) -> MediaAddress:
     """Where a redirect leads to. Raises `AddressError`."""
     _check_text(location)
-    return parse_address(urljoin(str(base), location))
+    try:
+        joined = urljoin(str(base), location)
+    except ValueError:  # of a host in brackets, or in letters that mean a slash
+        raise AddressError("the URL cannot be read") from None
+    return parse_address(joined)
 
 
 def _check_text(url: str) -> None:

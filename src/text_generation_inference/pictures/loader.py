@@ -20,8 +20,8 @@ import msgspec
 from PIL import Image
 
 from text_generation_inference.config import ServerConfig
-from text_generation_inference.errors import ModelFormatError, OverloadedError, ValidationError
-from text_generation_inference.files import check_plain_file
+from text_generation_inference.errors import OverloadedError, ValidationError, too_many_pictures
+from text_generation_inference.files import special_kind
 from text_generation_inference.pictures.address import AddressPolicy
 from text_generation_inference.pictures.data_uri import check_frames, invalid_content, parse_data_uri, split_video
 from text_generation_inference.pictures.decode import check_size, to_rgb
@@ -130,7 +130,7 @@ class PictureLoader:
         return await self._load(sources, salt)
 
     def load_sync(
-        self, sources: Sequence[str | bytes | Path | Image.Image | VideoSource], salt: str = ""
+        self, sources: Sequence[str | bytes | bytearray | memoryview | Path | Image.Image | VideoSource], salt: str = ""
     ) -> list[LoadedPicture]:
         """The same for a program without an event loop, which may also name files and have pictures of its own."""
         if self._loop is None:
@@ -184,7 +184,7 @@ class PictureLoader:
 
     def _check_number(self, sources: Sequence[object]) -> None:
         if len(sources) > self._max_pictures:
-            raise ValidationError(f"At most {self._max_pictures} image(s) may be provided in one prompt.")
+            raise too_many_pictures(self._max_pictures)
         num_urls = sum(map(_count_urls, sources))
         if num_urls > self._max_pictures:
             raise ValidationError(
@@ -314,27 +314,40 @@ class PictureLoader:
         return work() if num_bytes <= _DONE_AT_ONCE else await _run(self._aside_thread, work)
 
     def _open_local(
-        self, source: str | bytes | Path | Image.Image | VideoSource
+        self, source: str | bytes | bytearray | memoryview | Path | Image.Image | VideoSource
     ) -> "str | bytes | _Pixels | VideoSource":
         """What only the program that runs here may hand over."""
         if isinstance(source, VideoSource):
             return msgspec.structs.replace(source, frames=[self._open_local(frame) for frame in source.frames])
         if isinstance(source, Image.Image):
             check_size(*source.size, self._max_pixels)
-            image = to_rgb(source.copy())
+            try:
+                image = to_rgb(source.copy())
+            except OSError as error:  # of one that was opened only: its pixels are read now
+                raise ValidationError(f"Failed to read image data: {error}") from None
             return _Pixels(image.size, image.tobytes())
+        if isinstance(source, bytearray | memoryview):
+            source = bytes(source)
         if isinstance(source, str) and not _is_url(source) and not source[:5].lower().startswith("data:"):
             source = Path(source)
         if isinstance(source, Path):
-            try:
-                check_plain_file(source)
-                with source.open("rb") as file:
-                    source = file.read(self._max_bytes + 1)
-            except (OSError, ValueError, ModelFormatError) as error:
-                raise ValidationError(f"Failed to read image data: {error}") from None
+            source = self._read_file(source)
+        if not isinstance(source, str | bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValidationError(
+                f"an image must be a PIL picture, a path, a URL or bytes. Given: {type(source).__name__}"
+            )
         if isinstance(source, bytes) and len(source) > self._max_bytes:
             raise too_large(len(source), self._max_bytes)
         return source
+
+    def _read_file(self, path: Path) -> bytes:
+        try:
+            if (kind := special_kind(path.stat().st_mode)) is not None:
+                raise ValidationError(f"Failed to read image data: {path} is {kind}, not a file")
+            with path.open("rb") as file:
+                return file.read(self._max_bytes + 1)
+        except (OSError, ValueError) as error:
+            raise ValidationError(f"Failed to read image data: {error}") from None
 
 
 class _LoopThread:

@@ -124,10 +124,11 @@ def picture_of(part: Mapping[str, Any]) -> Any:
     """Where a part's picture or video is, or what it is, if the part is one: in OpenAI's words or in transformers'."""
     if part.get("type") in ("video", "video_url"):
         return _video_of(part)
-    if part.get("type") == "image":
-        return next((part[name] for name in _PICTURE_KEYS if part.get(name) is not None), None)
-    image: object = part.get("image_url")
-    return cast(Mapping[str, Any], image).get("url", "") if isinstance(image, Mapping) else image
+    names = _PICTURE_KEYS if part.get("type") == "image" else _PICTURE_KEYS[-1:]
+    source: object = next((part[name] for name in names if part.get(name) is not None), None)
+    if source is None and part.get("type") in ("image", "image_url"):
+        raise ValidationError("`messages` holds an image that is not there: `image` or `image_url` is missing")
+    return cast(Mapping[str, Any], source).get("url", "") if isinstance(source, Mapping) else source
 
 
 def _video_of(part: Mapping[str, Any]) -> VideoSource:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from text_generation_inference.errors import ModelFormatError, TemplateError, ValidationError
+from text_generation_inference.errors import ModelFormatError, TemplateError, ValidationError, too_many_pictures
 from text_generation_inference.text.tokenizer import Tokenizer
 from text_generation_inference.types import PictureSpan
 
@@ -121,13 +121,15 @@ class SeenPrompt:
 # -- places ----------------------------------------------------------------------------------------------------------
 
 
-def split_markdown(text: str) -> PicturePrompt:
+def split_markdown(text: str, most: int | None = None) -> PicturePrompt:
     """`![](url)` in a text is a picture, as in TGI: nothing between the brackets, and the address ends at the first
-    closing parenthesis."""
+    closing parenthesis. Raises `ValidationError` for more than `most`: a text may have millions."""
     texts: list[str] = []
     sources: list[str] = []
     end = 0  # of the last picture
     while (start := text.find(_OPEN, end)) >= 0 and (close := text.find(_CLOSE, start + len(_OPEN))) >= 0:
+        if most is not None and len(sources) == most:
+            raise too_many_pictures(most)
         texts.append(text[end:start])
         sources.append(text[start + len(_OPEN) : close])
         end = close + len(_CLOSE)
@@ -161,13 +163,16 @@ class ShownPictures:
     """The pictures of a conversation, shown to its template as parts or as short texts that nobody can guess: what
     a data URI holds never goes through a template."""
 
-    def __init__(self, words: PictureWords, as_parts: bool) -> None:
-        self.words, self.as_parts = words, as_parts
+    def __init__(self, words: PictureWords, as_parts: bool, most: int | None = None) -> None:
+        """`most`: of pictures. Each is looked for in the whole prompt."""
+        self.words, self.as_parts, self._most = words, as_parts, most
         self.sources: list[Any] = []
         self._stand_ins: list[str] = []
 
     def show(self, source: Any) -> str | None:
-        """For `normalise_messages`."""
+        """For `normalise_messages`. Raises `ValidationError` for one too many."""
+        if self._most is not None and len(self.sources) == self._most:
+            raise too_many_pictures(self._most)
         self.sources.append(source)
         if self.as_parts:
             return None
