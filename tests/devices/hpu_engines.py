@@ -121,11 +121,12 @@ def run_scored(folder: str, lazy: bool) -> None:
 
 
 def run_split(folder: str, cards: int) -> None:
-    """A model over so many cards, prompts in graphs too: its sums are inside of them."""
+    """A model over so many cards, prompts in graphs too: its sums are inside of them. Tokens are chosen in every way."""
     engine = start(Path(folder), device="hpu", num_shard=cards, limit_hpu_graph=False, **LIMITS)
     count = engine.rank.device.bridge.count_compilations
     warm = count()
     found = [output.token_ids for output in run(engine, requests(), arrivals=[0, 0, 1, 3, 5, 5, 6, 9])]
+    found += [output.token_ids for output in run(engine, sampled_requests())]
     stats = engine.rank.bucket_stats
     print(json.dumps([found, stats.num_captured, stats.num_planned, stats.num_unplanned, count() - warm]))
     engine.close()
