@@ -66,8 +66,10 @@ def run_eager(folder: str) -> None:
     breaks = dict(counters["graph_break"])
     print(json.dumps([found, warm, stats.num_planned, stats.num_captured, count() - warm, breaks]))
     engine.close()
+    before = count()
     engine = start(Path(folder), device="hpu", dtype=None, quantize="fp8", enable_hpu_graph=False, **limits)
     outputs = run(engine, wanted)
+    assert count() == before and "eager mode, op by op" in engine.rank.device.ops.description
     print(
         json.dumps([[output.error for output in outputs if output.error], [output.logprobs[0] for output in outputs]])
     )

@@ -132,7 +132,7 @@ class HpuDevice(AtOnce):
         if bridge.lazy:
             mode = "lazy mode, HPU graphs" if settings.graphs else "lazy mode, no graphs"
         else:
-            mode = "eager mode, torch.compile"
+            mode = "eager mode, torch.compile" if settings.graphs else "eager mode, op by op"
         if not custom_kernels:
             slower = f"torch ops on {self.description}, {mode}: slower than the card's own kernels"
             return Ops(slower, low_bit_ops=frozenset(), by_shape=self._by_shape)
