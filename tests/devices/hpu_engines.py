@@ -66,8 +66,10 @@ def run_eager(folder: str) -> None:
     breaks = dict(counters["graph_break"])
     print(json.dumps([found, warm, stats.num_planned, stats.num_captured, count() - warm, breaks]))
     engine.close()
+    before = count()
     engine = start(Path(folder), device="hpu", dtype=None, quantize="fp8", enable_hpu_graph=False, **limits)
     outputs = run(engine, wanted)
+    assert count() == before and "eager mode, op by op" in engine.rank.device.ops.description
     print(
         json.dumps([[output.error for output in outputs if output.error], [output.logprobs[0] for output in outputs]])
     )
@@ -121,11 +123,12 @@ def run_scored(folder: str, lazy: bool) -> None:
 
 
 def run_split(folder: str, cards: int) -> None:
-    """A model over so many cards, prompts in graphs too: its sums are inside of them."""
+    """A model over so many cards, prompts in graphs too: its sums are inside of them. Tokens are chosen in every way."""
     engine = start(Path(folder), device="hpu", num_shard=cards, limit_hpu_graph=False, **LIMITS)
     count = engine.rank.device.bridge.count_compilations
     warm = count()
     found = [output.token_ids for output in run(engine, requests(), arrivals=[0, 0, 1, 3, 5, 5, 6, 9])]
+    found += [output.token_ids for output in run(engine, sampled_requests())]
     stats = engine.rank.bucket_stats
     print(json.dumps([found, stats.num_captured, stats.num_planned, stats.num_unplanned, count() - warm]))
     engine.close()

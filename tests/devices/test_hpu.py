@@ -4,6 +4,7 @@ Runs on the stand-in of `tests/hpu_emulated` (hpu (emulated)), or with `--device
 """
 
 import gc
+import itertools
 import json
 import sys
 import threading
@@ -56,6 +57,41 @@ def test_decode_attention(hpu, data):
     found = hpu.ops.attention(q, k, v, *caches, batch, 0.25, window, softcap).cpu()
     close(found[made.real], expected[made.real])
     close(found[~made.real], torch.zeros_like(expected[~made.real]))
+
+
+def decode_in_bfloat16(device) -> float:
+    """How far off it is at most. Where the software has an op that joins blocks, that is used in this type alone."""
+    most = 0.0
+    for window, softcap in itertools.product((None, 1, 40, 129, 200), (None, 3.0)):
+        made = Made(device, [400, 130, 1, 257], 5, True, blocks=11, **HEADS)
+        for name in ("q", "k", "v", "k_cache", "v_cache"):
+            setattr(made, name, getattr(made, name).bfloat16())
+        (q, k, v, table), batch, caches = made.on(device)
+        q = device.ops.rotary_and_cache(q, k, v, table, batch, *caches)
+        found = device.ops.attention(q, k, v, *caches, batch, 0.25, window, softcap).cpu().float()
+        here = [cache.cpu().float() for cache in caches]
+        expected = block_lists.decode_attention(q.cpu().float(), *here, made.batch, 0.25, window, softcap)
+        most = max(most, (found - expected).abs().nan_to_num(torch.inf).max().item())
+    return most
+
+
+@pytest.mark.parametrize("card", ["this one", "Gaudi3"])
+def test_decode_attention_in_bfloat16(hpu, card):
+    if card == "this one":
+        most = decode_in_bfloat16(hpu)
+    elif not hpu.bridge.emulated:
+        pytest.skip("one card is there")
+    else:
+        program = """if True:
+            import hpu_engines, test_hpu
+            from text_generation_inference.devices.hpu import HpuDevice
+            device = HpuDevice()
+            most = test_hpu.decode_in_bfloat16(device)
+            assert "block_softmax_adjustment" in hpu_engines.emulated_ops()
+            print(most)
+            device.close()"""
+        most = float(run_with_stand_in(program, EMULATED_GAUDI=card, PT_HPU_LAZY_MODE="1"))
+    assert most < 0.03
 
 
 @settings(max_examples=15, deadline=None)

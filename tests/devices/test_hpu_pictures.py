@@ -58,6 +58,18 @@ def test_nothing_is_compiled_late(hpu: object, family: str, tmp_path: Path) -> N
     serve_pictures(family, tmp_path)
 
 
+def test_no_graphs_are_none(hpu: Any, tmp_path: Path) -> None:
+    """Of towers neither: no metric and no note counts any."""
+    served = serve("llava_next", tmp_path)
+    engine = served.start(device="hpu", enable_hpu_graph=False, max_total_tokens=512, **LIMITS)
+    try:
+        check(served, run(engine, [served.request(1, PROMPTS[1])]), [1])
+        assert engine.rank.bucket_stats.num_captured == 0
+        assert any("for pictures" in note and ", 0 graphs" in note for note in engine.notes), engine.notes
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "mistral3", "idefics2"])
 def test_without_lazy_mode(hpu: Any, family: str, tmp_path: Path) -> None:
     if not hpu.bridge.emulated:

@@ -434,6 +434,13 @@ def test_spread_rounds_up_exactly(minimum: int, step: int, maximum: int, count: 
         assert len(sizes) == min(count, len({*range(minimum, maximum + 1, step), maximum})) or minimum % step
 
 
+@pytest.mark.timeout(20)
+def test_more_sizes_than_there_are() -> None:
+    """`VLLM_..._BUCKET_LIMIT` may be any number."""
+    assert spread(1, 1, 256, 10**9) == list(range(1, 257))
+    assert spread(128, 128, 1000, 10**9) == [*range(128, 1000, 128), 1000]
+
+
 @given(st.integers(1, 5), st.integers(1, 64), st.integers(1, 3000), st.integers(2, 20))
 def test_spread_against_many_digits(steps: int, step: int, more: int, count: int) -> None:
     minimum, maximum = steps * step, steps * step + more

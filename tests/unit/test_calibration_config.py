@@ -144,6 +144,7 @@ REFUSED = {
     "params": ({"scale_params": {"std": 1}}, "weight_backoff and input_backoff"),
     "device": ({"device_for_scales": "GAUDI1"}, "use one of GAUDI2, GAUDI3"),
     "path": ({"dump_stats_path": "/"}, "first part of file names"),
+    "no path": ({"dump_stats_path": "a\0b"}, "first part of file names"),
     "flag": ({"ignore_modules_wo_measures": "maybe"}, "must be true or false"),
     "interval": ({"calibration_sample_interval": -1}, "number of passes"),
     "by row": ({"scale_method": {"default": {"activation": {"granularity": "PCS"}}}}, "PTS and MAXABS"),

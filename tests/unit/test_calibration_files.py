@@ -96,6 +96,17 @@ def test_nothing_there(tmp_path: Path) -> None:
         read_statistics(tmp_path / "measure", "maxabs")
 
 
+def test_a_folder_that_cannot_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of another user, who is not in the container."""
+
+    def refuse(*given: object, **more: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.stat", refuse)
+    with pytest.raises(StartError, match=r"measure_hooks_maxabs\.json cannot be read: Permission denied"):
+        read_statistics(tmp_path / "measure", "maxabs")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -123,15 +123,15 @@ def _reasons_on_gaudi(config: ServerConfig) -> dict[str, str]:
         "cuda_graphs": "graphs of a Gaudi card follow ENABLE_HPU_GRAPH and the plan of shapes",
         "cuda_memory_fraction": "use HPU_MEMORY_FRACTION",
     }
-    if config.pt_hpu_lazy_mode is False:
-        reasons |= dict.fromkeys(
-            ("enable_hpu_graph", "limit_hpu_graph", "tgi_graph_reserved_mem"),
-            "PT_HPU_LAZY_MODE=0 compiles steps instead of capturing graphs",
-        )
-    elif not config.enable_hpu_graph:
+    if not config.enable_hpu_graph:  # without lazy mode nothing is compiled then
         reasons |= dict.fromkeys(
             ("limit_hpu_graph", "tgi_graph_reserved_mem"),
             "ENABLE_HPU_GRAPH=false captures no graphs",
+        )
+    elif config.pt_hpu_lazy_mode is False:
+        reasons |= dict.fromkeys(
+            ("enable_hpu_graph", "limit_hpu_graph", "tgi_graph_reserved_mem"),
+            "PT_HPU_LAZY_MODE=0 compiles steps instead of capturing graphs",
         )
     if not config.use_flash_attention:
         reasons["flash_attention_recompute"] = "USE_FLASH_ATTENTION=false turns it off"

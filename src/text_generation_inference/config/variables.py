@@ -92,7 +92,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "VLLM_HPU_LOG_STEP_CPU_FALLBACKS{,_ALL}": "use LOG_LEVEL_PT_FALLBACK=1",
     "VLLM_DEFRAG_THRESHOLD": "blocks that lie far apart are read by their list, so they need not be moved",
     "VLLM_DEFRAG_WITH_GRAPHS": "blocks that lie far apart are read by their list, so they need not be moved",
-    "VLLM_CONFIG_HIDDEN_LAYERS": "a step is one segment, or one graph",
+    "VLLM_CONFIG_HIDDEN_LAYERS": "layers are launched one by one, or all in one graph",
     "VLLM_MOE_CHUNK": _ALL_EXPERTS,
     "VLLM_MOE_TOKEN_BOUNDARY": _ALL_EXPERTS,
     "VLLM_WORKER_MULTIPROC_METHOD": "processes are always started afresh",

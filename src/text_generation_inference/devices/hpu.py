@@ -132,10 +132,10 @@ class HpuDevice(AtOnce):
         if bridge.lazy:
             mode = "lazy mode, HPU graphs" if settings.graphs else "lazy mode, no graphs"
         else:
-            mode = "eager mode, torch.compile"
+            mode = "eager mode, torch.compile" if settings.graphs else "eager mode, op by op"
         if not custom_kernels:
             slower = f"torch ops on {self.description}, {mode}: slower than the card's own kernels"
-            return Ops(slower, low_bit_ops=frozenset(), by_shape=self._by_shape)
+            return Ops(slower, low_bit_ops=frozenset(), by_shape=self._by_shape, graphs_by_shape=settings.graphs)
         ops = load_ops(
             bridge,
             f"fused kernels on {self.description}, {mode}",
@@ -145,7 +145,7 @@ class HpuDevice(AtOnce):
             self._memo,
             self._fp8,
         )
-        ops.by_shape = self._by_shape
+        ops.by_shape, ops.graphs_by_shape = self._by_shape, settings.graphs
         return ops
 
     @property

@@ -367,4 +367,5 @@ class Ops:
     greedy_into: GreedyIntoOp = choice.greedy_into
     choose_into: ChooseIntoOp = choice.choose_into
     by_shape: ByShapeOp | None = None  # for a device that makes a graph for each shape
+    graphs_by_shape: bool = True  # False: that device was told to make none, and calls what it is given
     run_layer: Callable[..., Any] | None = None  # (layer, *what its `forward` takes): where layers are compiled

@@ -43,6 +43,7 @@ class TowerPasses:
         self._has_graphs = device.limits.graphs and by_shape is not None
         self._graphs: Callable[..., Tensor] = tower.run if by_shape is None else by_shape(tower.run)
         self._without: set[Bucket] = set()
+        self._makes_graphs = device.ops.graphs_by_shape
         self._captured: set[Bucket] = set()
         tower.get_ready(device.torch_device)
 
@@ -125,7 +126,8 @@ class TowerPasses:
             inputs.append(filled)
         if not self.captures(bucket):
             return self._tower.run(*(each.to(self._device.torch_device) for each in inputs))
-        self._captured.add(bucket)
+        if self._makes_graphs:
+            self._captured.add(bucket)
         pixels, *about = inputs  # what is known of them goes together, and towers do not read all of it
         return self._graphs(pixels.to(self._device.torch_device), *(each.numpy() for each in about))
 

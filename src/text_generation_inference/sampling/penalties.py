@@ -46,11 +46,15 @@ def penalise_part(
     numbers: Sequence[Tensor],
     vocabulary: VocabularyPart,
 ) -> Tensor:
-    """The same for this rank's ids, in place or not: what is done to the ids of others goes to a column of its own."""
+    """The same for this rank's ids: what is done to the ids of others goes to a column of its own.
+
+    Scores stay where they are, as programs that come after it are found by strides, too.
+    """
     if vocabulary.is_whole:
         return penalise(scores, history, lengths, prompts, numbers)
     wider = F.pad(scores, (0, 1))
-    return penalise(wider, vocabulary.own(history), lengths, prompts, numbers)[:, : vocabulary.width]
+    changed = penalise(wider, vocabulary.own(history), lengths, prompts, numbers)
+    return scores.copy_(changed[:, : vocabulary.width])
 
 
 class Penalties:

@@ -36,7 +36,9 @@ from text_generation_inference.kernels.hpu.bridge import Bridge
 from text_generation_inference.kernels.hpu.fp8 import CardAttentionScales, Fp8Ops
 from text_generation_inference.kernels.hpu.pass_memo import PassMemo
 
-_LEAST = -1e30  # below any score. Not -inf: a block outside the window has nothing else, and inf - inf is no number
+# Below any score. Not -inf: a block outside the window has nothing else, and inf - inf is no number. A power of two,
+# which is the same number in every type: a maximum that is rounded must not be less.
+_LEAST = -(2.0**100)
 _ADJUSTS_SINCE = (1, 22, 0, 494)  # vLLM takes the op from this release on
 
 

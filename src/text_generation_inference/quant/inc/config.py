@@ -212,7 +212,7 @@ class _Reader:
     def _stats(self) -> Path:
         text = self._text("dump_stats_path", "stats")
         path = expand_home(text, "dump_stats_path")
-        if not path.name:
+        if not path.name or "\0" in text:
             raise self.refuse("dump_stats_path", "it is a folder and the first part of file names, such as out/measure")
         return path
 

@@ -92,7 +92,11 @@ def move_away(stats: Path, now: float | None = None) -> Path | None:
 def read_statistics(stats: Path, observer: str) -> Nodes:
     """What was measured: of one rank, or of all ranks of a measurement, the largest values of each tensor."""
     path = statistics_path(stats, observer)
-    if path.is_file():
+    try:
+        is_there = path.is_file()
+    except OSError as error:  # of a folder that somebody else may look into, for one
+        raise _unreadable(path, error) from None
+    if is_there:
         return _read(path)
     pattern = re.compile(rf"{re.escape(stats.name)}_hooks_{re.escape(observer)}_(\d+)_(\d+)\.json")
     found = [(match, file) for file in sorted(stats.parent.glob("*.json")) if (match := pattern.fullmatch(file.name))]
@@ -130,13 +134,17 @@ def _read(path: Path) -> Nodes:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise StartError(f"{path} cannot be read: {error.strerror}") from None
+        raise _unreadable(path, error) from None
     except (ValueError, RecursionError) as error:
         raise StartError(f"{path} is not JSON: {error}. Measure again.") from None
     nodes = content.get("Nodes") if isinstance(content, dict) else None
     if not isinstance(nodes, dict) or content.get("Mode") != "DynamicRange":
         raise StartError(f"{path} holds no measurement: it must have `Mode` DynamicRange and `Nodes`")
     return {name: _from_json(value, f"{path}: {name}") for name, value in nodes.items()}
+
+
+def _unreadable(path: Path, error: OSError) -> StartError:
+    return StartError(f"{path} cannot be read: {error.strerror}")
 
 
 def _to_json(node: Node) -> dict[str, Any]:

@@ -416,13 +416,13 @@ def spread(minimum: int, step: int, maximum: int, count: int) -> list[int]:
         return [maximum]
     root = count - 1
     free = sorted({*range(minimum, maximum + 1, step), maximum})
+    if count >= len(free):  # each of them is taken by one; the powers below have as many digits as there are sizes
+        return free
     taken: set[int] = set()
     for i in range(count):
         power = minimum ** (root - i) * maximum**i  # of the size
         size = min(maximum, _smallest_multiple(step, maximum, root, power))
         if size in taken:
-            if not free:
-                break
             size = nearest(free, root, power)
         taken.add(size)
         if size in free:
