@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 PORT ?= 8080
 ARGS ?=
 
-.PHONY: serve try check coverage test test-ranks test-cuda test-hpu test-gaudi-torch check-gaudi-torch gaudi-torches lint format bench docs image clean help
+.PHONY: serve try check coverage test test-ranks test-cuda test-hpu test-gaudi-torch check-gaudi-torch check-gaudi-3 gaudi-torches lint format bench docs image clean help
 
 help:  ## show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -65,6 +65,10 @@ WITH_TORCH = PYTHONPATH=src $(BIN)/python tools/gaudi_torch.py .venv-torch-$* $*
 test-gaudi-torch: $(addprefix test-with-torch-,$(GAUDI_TORCHES))  ## the stand-in's tests with the torch of Gaudi's releases and NumPy 1.26 (0.8 GB each; GAUDI_TORCHES="2.6.0 ...")
 
 check-gaudi-torch: $(addprefix check-with-torch-,$(GAUDI_TORCHES))  ## a few of them, in seconds each
+
+# Tests play a Gaudi 2, as it has the narrower numbers; a Gaudi 3 has another way through the softmax, and scales of its own.
+check-gaudi-3: $(READY)  ## tokens and kernels on the stand-in of a Gaudi 3
+	EMULATED_GAUDI=Gaudi3 $(BIN)/python -m pytest -p no:cacheprovider tests/devices/test_hpu.py -k "not without_lazy_mode and not came_eager"
 
 gaudi-torches: $(addprefix install-torch-,$(GAUDI_TORCHES))  ## install these alone
 
