@@ -71,7 +71,7 @@ def test_leaving_a_stream_and_bad_requests(engine: Process) -> None:
         assert await stream.take()
         stream.abort()
         tokens, reason, _ = await collect(client, make(client, [5] * 600, 10))
-        assert (tokens, reason) == ([], "error")
+        assert (tokens, reason) == ([], "refused")
         await until_idle(client, facts.num_blocks - 1)
         await client.close()
 
