@@ -516,6 +516,7 @@ def test_reading_leaves_the_loop_time_for_others(played: Played) -> None:
 
 def test_an_engine_that_takes_nothing_means_overload(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "HIGH_WATER_MARK", 20)
+    greeting = 1  # has one of these places until more than a few messages were taken
 
     async def test(client: EngineClient, address: bytes) -> None:
         large = request(1, stop_token_ids=list(range(50_000)))
@@ -523,7 +524,7 @@ def test_an_engine_that_takes_nothing_means_overload(played: Played, monkeypatch
         with suppress(OverloadedError):
             for _ in range(2000):
                 streams.append(client.submit(msgspec.structs.replace(large, id=client.next_id())))
-        assert 20 <= len(streams) < 2000
+        assert 20 - greeting <= len(streams) < 2000
         for stream in streams:
             stream.abort()  # none of these may be lost
         aborted: set[int] = set()
