@@ -199,13 +199,20 @@ def test_one_bad_picture_fails_all_of_its_request(pictures: PictureLoader, sourc
 
 
 def test_numbers_are_limited(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt, and of all that are under way, where any caller has room for one prompt with as many as there may be."""
     monkeypatch.setattr(loader_module, "MAX_UNDER_WAY", 3)
-    loader = PictureLoader(ServerConfig(max_images_per_request=4), model, tmp_path)
+    loader = PictureLoader(ServerConfig(max_images_per_request=4), model, tmp_path, caller=lambda: "one")
     with pytest.raises(ValidationError, match=r"^At most 4 image\(s\) may be provided in one prompt\.$"):
         asyncio.run(loader.load([GOOD] * 5))
-    with pytest.raises(OverloadedError, match="too many pictures"):
-        asyncio.run(loader.load([GOOD] * 4))
-    assert len(asyncio.run(loader.load([GOOD] * 3))) == 3
+    assert len(asyncio.run(loader.load([GOOD] * 4))) == 4
+
+    async def load_at_once() -> list[object]:
+        return list(await asyncio.gather(*(loader.load([GOOD] * 4) for _ in range(2)), return_exceptions=True))
+
+    first, second = asyncio.run(load_at_once())
+    assert isinstance(first, list)
+    assert isinstance(second, OverloadedError)
+    assert "too many pictures" in str(second)
     assert loader.num_under_way == 0
     loader.close()
 

@@ -34,7 +34,7 @@ from text_generation_inference.pictures.shared_room import SharedRoom
 from text_generation_inference.pictures.store import PictureStore
 from text_generation_inference.types import VideoSource
 
-MAX_UNDER_WAY = 1024  # pictures that are fetched, wait or are decoded, in all
+MAX_UNDER_WAY = 1024  # pictures that are fetched, wait or are decoded, in all; more where prompts may have many
 MAX_CPU_SECONDS = 15.0  # of a worker, for one picture; 64 million pixels take about 5
 MAX_SECONDS = 30.0  # on a clock, on a machine that is busy with other things
 _LEAST_WORKERS, _MOST_WORKERS = 2, 4  # one that hangs does not hold up all others
@@ -107,7 +107,7 @@ class PictureLoader:
         self._waiting = ThreadPoolExecutor(num_workers, thread_name_prefix="picture")  # one for each worker
         self._aside_thread = ThreadPoolExecutor(1, thread_name_prefix="picture-bytes")
         self._under_way: dict[bytes, asyncio.Task[None]] = {}  # by source
-        self._room = SharedRoom(MAX_UNDER_WAY, caller)
+        self._room = SharedRoom(max(MAX_UNDER_WAY, 2 * self._max_pictures), caller)  # the largest prompt is no overload
         self._counts = PictureCounts()
         self._loop: _LoopThread | None = None
 
