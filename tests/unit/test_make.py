@@ -50,4 +50,5 @@ def test_ci_runs_what_the_readme_says():
         assert re.search(rf"^make {target}$", run, re.MULTILINE)
         assert f"make {target}" in readme
     assert re.search(r"^make --jobs 2 check-gaudi-torch$", run, re.MULTILINE)
+    assert re.search(r"^make check-gaudi-3$", run, re.MULTILINE)
     assert "make check" in readme and (ROOT / ".ci" / "run").stat().st_mode & 0o100
