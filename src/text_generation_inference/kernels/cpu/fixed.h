@@ -12,7 +12,7 @@
 
 #include "panels.h"
 
-enum { FIXED_ROWS = 4 };  // rows of a tile, whose sums stay in registers
+enum { FIXED_ROWS = 4 };  // that are packed together
 
 #if defined(__AVX512VNNI__) && VL == 16
 
@@ -260,40 +260,44 @@ INLINE void fixed_few(const int kind, const int rows, long span, const char *pan
   }
 }
 
-// Add the products of four bytes of each lane with those of the word at `x`, which the instruction spreads over all lanes
-// itself: compilers load and spread it first, and few rows wait for that.
-INLINE vi add_products(vi sum, vi w, const int32_t *x) {
-  __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*x));
-  return sum;
+// Add the products of four bytes of each lane with those of the word at `x`, of three vectors: a word is read once for all of
+// them. Compilers that are left to choose keep the weights of several words in registers, and sums in memory.
+INLINE void add_products(vi sums[3][3], const int digit, const vi *w, const int32_t *x) {
+  vi word;
+  __asm__("vpbroadcastd %4, %3\n\t"
+          "vpdpbusd %3, %5, %0\n\t"
+          "vpdpbusd %3, %6, %1\n\t"
+          "vpdpbusd %3, %7, %2"
+          : "+v"(sums[0][digit]), "+v"(sums[1][digit]), "+v"(sums[2][digit]), "=&v"(word)
+          : "m"(*x), "v"(w[0]), "v"(w[1]), "v"(w[2]));
 }
 
-// Add to the sums of digits of some rows what (half of) a group, expanded to `w`, gives for one vector.
-INLINE void fixed_add(const int kind, const int rows, const int half, const vi *w, const int32_t *x, vi digits[][3]) {
+// Add to sums [rows][PANEL] what (half of) each of `groups` groups, expanded to `w`, gives for one row or two of those that are
+// packed together.
+INLINE void fixed_tile(const int kind, const int rows, const int packed, const int half, long groups, const vi w[][8][3], const int32_t *x,
+                       const vf d[3][2], const vf *m, float *sums) {
   const int words = 8 / halves(kind);
-  UNROLL for (int i = half * words; i < (half + 1) * words; i++)
-    UNROLL for (int digit = 0; digit < 3; digit++)
-      UNROLL for (int r = 0; r < rows; r++)
-        digits[r][digit] = add_products(digits[r][digit], w[i], x + (digit * 8 + i) * rows + r);
-}
-
-// Add to sums [rows][PANEL] what a span of `groups` gives.
-INLINE void fixed_tile(const int kind, const int rows, long groups, vi w[][8], const int32_t *x, const vf *d, vf m, float *sums) {
-  UNROLL for (int half = 0; half < halves(kind); half++) {
-    vi digits[FIXED_ROWS][3];
-    UNROLL for (int r = 0; r < rows; r++) fixed_start(kind, rows, x + r, half, digits[r]);
-    if (is_single(kind))
-      fixed_add(kind, rows, half, w[0], x, digits);
-    else
-      NO_UNROLL for (long g = 0; g < groups; g++) fixed_add(kind, rows, half, w[g], x + g * FIXED_WORDS * rows, digits);
-    UNROLL for (int r = 0; r < rows; r++)
-      v_store(sums + r * PANEL, fixed_end(kind, rows, x + r, digits[r], d[half], m, v_load(sums + r * PANEL)));
+  vi digits[2][3][3];
+  UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < 3; v++) fixed_start(kind, packed, x + r, half, digits[r][v]);
+  const int32_t *word = x + half * words * packed;
+  NO_UNROLL for (long g = 0; g < groups; g++, word += (FIXED_WORDS - words) * packed)
+    NO_UNROLL for (int i = half * words; i < (half + 1) * words; i++, word += packed)
+      UNROLL for (int digit = 0; digit < 3; digit++)
+        UNROLL for (int r = 0; r < rows; r++) add_products(digits[r], digit, w[g][i], word + digit * 8 * packed + r);
+  UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < 3; v++) {
+    float *at = sums + r * PANEL + v * VL;
+    v_store(at, fixed_end(kind, packed, x + r, digits[r][v], d[v][half], m[v], v_load(at)));
   }
 }
 
 // Vector `v` of a group. What lies `ahead` bytes further is asked for.
-INLINE void fixed_expand_group(const int kind, const char *panel, long g, int v, vi table, long ahead, vi *w) {
+INLINE void fixed_expand_group(const int kind, const char *panel, long g, int v, vi table, long ahead, vi w[8][3]) {
   const char *high = group_at(kind, panel, g) + scales_bytes(kind), *values = high + high_bytes(kind);
-  UNROLL for (int part = 0; part < 4; part++) fixed_expand(kind, high, values, part, v, table, w + 2 * part);
+  UNROLL for (int part = 0; part < 4; part++) {
+    vi pair[2];
+    fixed_expand(kind, high, values, part, v, table, pair);
+    UNROLL for (int i = 0; i < 2; i++) w[2 * part + i][v] = pair[i];
+  }
   if (ahead)
     UNROLL for (int word = 0; word < 4 * word_count(kind); word++)
       __builtin_prefetch(values + ahead + (word * PANEL + v * VL) * 4, 0, 0);
@@ -311,21 +315,22 @@ INLINE void fixed_many(const int kind, long span, const char *panel, long k, con
     const long ahead = !spread ? 0 : is_single(kind) ? 4 * group_bytes(kind) : span * group_bytes(kind) + header_bytes(kind);
     if (!spread) fixed_fetch(kind, 1, panel, g);
     if (spread && is_single(kind)) fetch(group_at(kind, panel, g) + ahead);
-    NO_UNROLL for (int v = 0; v < 3; v++) {
-      vf d[2], m;
-      vi w[FIXED_SPAN][8];
-      UNROLL for (int half = 0; half < halves(kind); half++) load_centered(kind, panel, g, half, v, &d[half], &m);
-      if (is_single(kind))
-        fixed_expand_group(kind, panel, g, v, table, ahead, w[0]);
-      else
-        NO_UNROLL for (long i = 0; i < count; i++) fixed_expand_group(kind, panel, g + i, v, table, ahead, w[i]);
-      long row = 0;
-      const int32_t *at = x + g * FIXED_ROWS * FIXED_WORDS;
-      NO_UNROLL for (; row + FIXED_ROWS <= rows; row += FIXED_ROWS, at += FIXED_ROWS * next)
-        fixed_tile(kind, FIXED_ROWS, count, w, at, d, m, sums + row * PANEL + v * VL);
-      at = x + row * next + g * FIXED_WORDS;
-      NO_UNROLL for (; row < rows; row++, at += next) fixed_tile(kind, 1, count, w, at, d, m, sums + row * PANEL + v * VL);
-    }
+    vf d[3][2], m[3];
+    vi w[FIXED_SPAN][8][3];
+    UNROLL for (int v = 0; v < 3; v++)
+      UNROLL for (int half = 0; half < halves(kind); half++) load_centered(kind, panel, g, half, v, &d[v][half], &m[v]);
+    NO_UNROLL for (long i = 0; i < count; i++)
+      UNROLL for (int v = 0; v < 3; v++) fixed_expand_group(kind, panel, g + i, v, table, ahead, w[i]);
+    long row = 0;
+    const int32_t *at = x + g * FIXED_ROWS * FIXED_WORDS;
+    NO_UNROLL for (; row + FIXED_ROWS <= rows; row += FIXED_ROWS, at += FIXED_ROWS * next)
+      NO_UNROLL for (long pair = 0; pair < FIXED_ROWS; pair += 2)
+        UNROLL for (int half = 0; half < halves(kind); half++)
+          fixed_tile(kind, 2, FIXED_ROWS, half, count, w, at + pair, d, m, sums + (row + pair) * PANEL);
+    at = x + row * next + g * FIXED_WORDS;
+    NO_UNROLL for (; row < rows; row++, at += next)
+      UNROLL for (int half = 0; half < halves(kind); half++)
+        fixed_tile(kind, 1, 1, half, count, w, at, d, m, sums + row * PANEL);
   }
 }
 
