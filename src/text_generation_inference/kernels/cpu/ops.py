@@ -42,6 +42,7 @@ BLOCKS = {  # weights and bytes of a block
 }
 ACTIVATIONS = ("silu", "gelu_tanh")
 MAX_HEAD_DIM = 576
+_FEW_IDS = 64
 
 _float32 = torch.float32
 _int64 = torch.int64
@@ -158,6 +159,9 @@ class NativeOps:
         self._rotary = library.tgi_rotary_and_cache
         self._attention = library.tgi_attention
         self._segment_attention = library.tgi_segment_attention
+        # Without letting go of Python: whoever took it would keep it for longer than a few ids take.
+        self._few_embeddings = ctypes.PyDLL(library._name)["tgi_embedding"]
+        self._few_embeddings.restype, self._few_embeddings.argtypes = c_int, library.tgi_embedding.argtypes
         self.note_computing: Callable[[], None] = _nothing  # told before what takes long: others have Python meanwhile
         self._threads: Callable[[], int] = torch.get_num_threads if threads is None else lambda: threads
         vectors = {512: "AVX-512", 256: "AVX2"}[library.tgi_vector_bits()]
@@ -255,7 +259,8 @@ class NativeOps:
             return reference.embedding(ids, weight)
         ids = ids.to(_int64).contiguous()
         out = _empty((*ids.shape, weight.in_features))
-        if self.library.tgi_embedding(ids.data_ptr(), ids.numel(), weight.address, out.data_ptr(), self._threads()):
+        look_up = self._few_embeddings if ids.numel() <= _FEW_IDS else self.library.tgi_embedding
+        if look_up(ids.data_ptr(), ids.numel(), weight.address, out.data_ptr(), self._threads()):
             raise IndexError(f"a token id is not below {weight.out_features}")
         return out
 
