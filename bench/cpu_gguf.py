@@ -22,13 +22,14 @@ import math
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from side import Side
 
 THREADS = int(os.environ.get("BENCH_THREADS", "2"))
 clock = time.process_time if os.environ.get("BENCH_CLOCK") == "processor" else time.perf_counter
@@ -296,48 +297,14 @@ def run_llamacpp(name: str, path: str) -> None:
     os._exit(0)  # the server thread has no end of its own
 
 
-class Side:
-    """A process that runs batches when it is told to."""
-
-    def __init__(self, python: str, side: str, name: str, path: Path) -> None:
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [python, __file__, "--run", side, "--models", name, "--file", str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": os.environ["BENCH_THREADS"]},
-        )
-        self.side = side
-        self.read()
-
-    def read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith('{"seconds"'):
-                return json.loads(line)
-        self.errors.seek(0)
-        sys.exit(f"{self.side} failed:\n{self.errors.read()[-3000:]}")
-
-    def run(self, level: int, seed: int, out: int) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{level} {seed} {out}\n")
-        self.process.stdin.flush()
-        return self.read()
-
-    def stop(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(60)
-
-
 def measure(name: str, path: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each level."""
     out = options.out or work_of(name)[1]
-    sides = {"ours": Side(sys.executable, "ours", name, path)}
+    about = ["--models", name, "--file", str(path)]
+    sides = {"ours": Side("ours", [sys.executable, __file__, "--run", "ours", *about], options.threads)}
     if options.peer_python:
-        sides["llama.cpp"] = Side(options.peer_python, "llamacpp", name, path)
+        command = [options.peer_python, __file__, "--run", "llamacpp", *about]
+        sides["llama.cpp"] = Side("llama.cpp", command, options.threads)
     for side in sides.values():
         side.run(1, 1, 4)
     rows = {level: [] for level in options.levels}

@@ -11,16 +11,16 @@ hits all; the table shows medians, and ratios to the first form within a turn, o
 
 import argparse
 import json
-import os
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from side import Side
 
 NUM_IN, NUM_OUT, GROUP = 64, 128, 128
 FORMS = {  # the folder, and settings
@@ -127,41 +127,10 @@ def run(form: str, model: str, threads: int) -> None:
     llm.close()
 
 
-class Side:
-    """A process that runs batches when it is told to."""
-
-    def __init__(self, form: str, options: argparse.Namespace) -> None:
-        self.form, self.out = form, options.out
-        model = find_folder(FORMS[form][0], options.folder)
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--run", form, "--model", model, "--threads", str(options.threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(options.threads)},
-        )
-        self.read()
-
-    def read(self) -> dict[str, float]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith('{"seconds"'):
-                return json.loads(line)
-        self.errors.seek(0)
-        sys.exit(f"{self.form} failed:\n{self.errors.read()[-3000:]}")
-
-    def batch(self, level: int, seed: int) -> dict[str, float]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{level} {seed} {self.out}\n")
-        self.process.stdin.flush()
-        return self.read()
-
-    def stop(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(60)
+def start(form: str, options: argparse.Namespace) -> Side:
+    model = find_folder(FORMS[form][0], options.folder)
+    about = ["--model", model, "--threads", str(options.threads)]
+    return Side(form, [sys.executable, __file__, "--run", form, *about], options.threads)
 
 
 def main() -> None:
@@ -179,13 +148,13 @@ def main() -> None:
     if options.run:
         run(options.run, options.model, options.threads)
         return
-    sides = {form: Side(form, options) for form in options.forms}
+    sides = {form: start(form, options) for form in options.forms}
     for side in sides.values():
-        side.batch(1, 0)
+        side.run(1, 0, options.out)
     turns: dict[int, list[dict[str, dict[str, float]]]] = {level: [] for level in options.levels}
     for turn in range(options.rounds):
         for level in options.levels:
-            found = {form: side.batch(level, 1000 * turn + level) for form, side in sides.items()}
+            found = {form: side.run(level, 1000 * turn + level, options.out) for form, side in sides.items()}
             turns[level].append(found)
             print(
                 f"x{level}: " + str({form: round(each["seconds"], 2) for form, each in found.items()}), file=sys.stderr

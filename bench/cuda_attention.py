@@ -8,7 +8,6 @@ First every kernel against its definition, then each work with several variants,
 
 import argparse
 import json
-import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from text_generation_inference.bench.floor import graph_ms
 from text_generation_inference.kernels import fp8, reference
 from text_generation_inference.kernels.batch import PREFILL_TILE, Batch, PagedMeta
 from text_generation_inference.kernels.fp8 import FP8, Fp8Rows, Fp8Weight
@@ -217,25 +217,7 @@ def compiling() -> Iterator[None]:
 
 
 def median_ms(work: Callable[[], Any], repeats: int = 10) -> float:
-    """Of replays of a graph of four calls, per call."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(4):
-            work()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        a, b = torch.cuda.Event(True), torch.cuda.Event(True)
-        a.record()
-        graph.replay()
-        b.record()
-        torch.cuda.synchronize()
-        times.append(a.elapsed_time(b) / 4)
-    return statistics.median(times)
+    return graph_ms(work, repeats, calls=4)
 
 
 def attempt(name: str, work: Callable[[], Any]) -> Any:

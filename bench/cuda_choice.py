@@ -7,12 +7,12 @@ Checks first, at 256 rows; then a table of microseconds per step. About a minute
 """
 
 import argparse
-import statistics
 import time
 
 import torch
 from torch import Tensor
 
+from text_generation_inference.bench.floor import graph_ms
 from text_generation_inference.kernels import choice, slot_state
 from text_generation_inference.kernels.choice import Adjustments, SamplingNeeds, Tops
 from text_generation_inference.kernels.slot_state import FILTERS, SlotState
@@ -80,26 +80,7 @@ class KeptChoice(Choice):
 
 
 def graph_us(work, repeats: int = 15) -> float:
-    """Median of replays of a graph of four calls, per call."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(4):
-            work()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        graph.replay()
-        b.record()
-        torch.cuda.synchronize()
-        times.append(a.elapsed_time(b) / 4 * 1e3)
-    return statistics.median(times)
+    return 1e3 * graph_ms(work, repeats, calls=4)
 
 
 def check(name: str, op: KeptChoice, logits: Tensor, state: SlotState, needs: SamplingNeeds) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -173,3 +174,17 @@ def test_published_rows_of_several_cards(
     if row.cards == 4:  # the file is read
         missing = bench(*words, **{**given, "QUANT_CONFIG": f"{quant_config}.not"})
         assert missing.returncode == 1 and "maxabs_quant.json.not" in missing.stderr
+
+
+def test_a_published_command_line(tmp_path: Path) -> None:
+    """One row, three whole warm-ups cut to one, the formula, the file, what each flag did."""
+    line = "--batch_size 2 --max_input_tokens 16 --max_new_tokens 4 --warmup 1 --n_iterations 2 --trim_logits"
+    done = bench(*line.split(), "--bucket_size", "128", "--output_dir", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    rate = re.search(r"Throughput = 2 iterations x 2 requests x 4 new tokens / ([0-9.]+) s = ([0-9.]+)", done.stdout)
+    assert rate is not None, done.stdout
+    assert float(rate[2]) == pytest.approx(16 / float(rate[1]), rel=0.01)
+    assert "--trim_logits: no effect: it is always so" in done.stderr
+    report = json.loads((tmp_path / "out" / "results.json").read_text())
+    row = report["rows"][0]
+    assert (row["iterations"], row["requests"], row["outputs"]) == (2, 2, 4)

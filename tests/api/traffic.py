@@ -5,7 +5,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,21 @@ class Started:
         assert waiting in done, [task.result() for task in done] or "nothing came"
 
 
+async def start_lasting(client: httpx.AsyncClient) -> tuple[list[asyncio.Task], list[asyncio.Task]]:
+    """Four streams, each of which has begun, and two whole answers; all last."""
+    started = Started(4)
+    streams = [
+        asyncio.create_task(follow(client, *(native if n % 2 else chat)(counting(n), 900), started.stream()))
+        for n in range(4)
+    ]
+    whole = [
+        asyncio.create_task(client.post("/generate", json=native(counting(8), 900)[1])),
+        asyncio.create_task(client.post("/v1/chat/completions", json=chat("Hi", 900, stream=False)[1])),
+    ]
+    await started.wait(streams)
+    return streams, whole
+
+
 def client_of(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, timeout=120, verify=NO_TLS, limits=httpx.Limits(max_connections=None))
 
@@ -99,6 +114,14 @@ def running(*arguments: str, **options: Any) -> Iterator[Server]:
 
 
 # -- processes -----------------------------------------------------------------------------------------------------
+
+
+def open_files(pid: int) -> list[str]:
+    names: list[str] = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            names.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return names
 
 
 def is_gone(pid: int) -> bool:

@@ -75,7 +75,7 @@ def test_without_lazy_mode(hpu: Any, family: str, tmp_path: Path) -> None:
     if not hpu.bridge.emulated:
         pytest.skip("this process has the card already: run these tests with PT_HPU_LAZY_MODE=0")
     program = f"import test_hpu_pictures; test_hpu_pictures.serve_pictures({family!r}, {str(tmp_path)!r})"
-    run_with_stand_in(program, PT_HPU_LAZY_MODE="0")
+    run_with_stand_in(program, PT_HPU_LAZY_MODE="0", PYTHONWARNINGS="error:Dynamo detected a call")
 
 
 def serve_pictures(family: str, folder: Path | str) -> None:

@@ -20,7 +20,7 @@ import httpx2 as httpx
 import numpy as np
 from safetensors.numpy import save_file
 from serving import NO_TLS, Server
-from traffic import DONE, Event, Started, chat, client_of, counting, follow, is_gone, native
+from traffic import DONE, Event, chat, client_of, is_gone, open_files, start_lasting
 
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.weights.source import find_model
@@ -173,17 +173,8 @@ class RankVictim:
     async def _harm_under_load(
         self, harm: Harm, rank: int
     ) -> tuple[float, float, list[list[Event]], list[httpx.Response]]:
-        started = Started(4)
         async with client_of(self.server.url) as client:
-            streams = [
-                asyncio.create_task(follow(client, *(native if n % 2 else chat)(counting(n), 900), started.stream()))
-                for n in range(4)
-            ]
-            whole = [
-                asyncio.create_task(client.post("/generate", json=native(counting(8), 900)[1])),
-                asyncio.create_task(client.post("/v1/chat/completions", json=chat("Hi", 900, stream=False)[1])),
-            ]
-            await started.wait(streams)
+            streams, whole = await start_lasting(client)
             self._left_in_shared_memory()  # what the ranks have there now
             begin = time.monotonic()
             if isinstance(harm.what, signal.Signals):
@@ -214,8 +205,8 @@ class RankVictim:
                 re.sub(r"\d+", "#", str(path.relative_to(self.folder)).split("/", 1)[-1])
                 for path in self.folder.rglob("*")
             ),
-            "launcher": _open_files(server.process.pid),
-            "api": _open_files(children["api"]) if "api" in children else [],
+            "launcher": _kinds_of_files(server.process.pid),
+            "api": _kinds_of_files(children["api"]) if "api" in children else [],
             "shared memory": self._left_in_shared_memory(),
             "requests": server.metrics()["tgi_requests_in_flight"],
         }
@@ -264,13 +255,9 @@ def _marked(folder: Path) -> list[str]:
     return sorted(found)
 
 
-def _open_files(pid: int) -> list[str]:
-    """Kinds of open files; connections of clients that end are not counted."""
-    names: list[str] = []
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(FileNotFoundError):  # closed meanwhile
-            names.append(re.sub(r"\d+", "#", os.readlink(f"/proc/{pid}/fd/{fd}")))
-    return sorted(name for name in names if not name.startswith("socket:"))
+def _kinds_of_files(pid: int) -> list[str]:
+    """That are open; connections of clients that end are not counted."""
+    return sorted(re.sub(r"\d+", "#", name) for name in open_files(pid) if not name.startswith("socket:"))
 
 
 def _check_typed(streams: list[list[Event]], whole: list[httpx.Response]) -> str:

@@ -10,26 +10,29 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import httpx2 as httpx
 import pytest
 from serving import NO_TLS, Server
-from traffic import DONE, Event, Started, chat, client_of, counting, follow, is_gone, native, socket_path
+from traffic import (
+    DONE,
+    Event,
+    chat,
+    client_of,
+    counting,
+    follow,
+    is_gone,
+    native,
+    open_files,
+    socket_path,
+    start_lasting,
+)
 
 LIMIT_S = 4.0  # far above what a step takes here when others use the machine as well
 SLACK_S = 8.0  # for a loaded machine; without the watch nothing ends at all
 REQUEST_TIMEOUT_S = 9.0
 PROMPT = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 12, "details": True}}
-
-
-def _open_files(pid: int) -> list[str]:
-    names: list[str] = []
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(FileNotFoundError):  # closed meanwhile
-            names.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
-    return names
 
 
 class Victim:
@@ -68,7 +71,7 @@ class Victim:
     def count_files(self) -> list[int]:
         """Open ones, of each process; connections that end are not counted."""
         pids = [self.server.process.pid, *(pid for _, pid in sorted(self.server.children().items()))]
-        return [sum(not name.startswith("socket:") for name in _open_files(pid)) for pid in pids]
+        return [sum(not name.startswith("socket:") for name in open_files(pid)) for pid in pids]
 
     def assert_recovered(self, before: dict[str, int], restarted: set[str]) -> None:
         """It serves as before, with new processes in place of those that hung, and nothing of them is left."""
@@ -111,17 +114,8 @@ def at_once(victims: list[Victim], first: Callable[[Victim], None], second: Call
 
 async def streams_until_error(victim: Victim, harm: str) -> tuple[list[list[Event]], list[httpx.Response], float]:
     """Streams and whole answers while `harm` (a fault, or a signal to a role) happens; how long they took to end."""
-    started = Started(4)
     async with client_of(victim.server.url) as client:
-        streams = [
-            asyncio.create_task(follow(client, *(native if n % 2 else chat)(counting(n), 900), started.stream()))
-            for n in range(4)
-        ]
-        whole = [
-            asyncio.create_task(client.post("/generate", json=native(counting(8), 900)[1])),
-            asyncio.create_task(client.post("/v1/chat/completions", json=chat("Hi", 900, stream=False)[1])),
-        ]
-        await started.wait(streams)
+        streams, whole = await start_lasting(client)
         begin = time.monotonic()
         if harm.startswith("stop "):
             os.kill(victim.server.children()[harm.removeprefix("stop ")], signal.SIGSTOP)

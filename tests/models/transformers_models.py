@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import transformers
-from driving import Tiny
+from driving import Tiny, spread_weights
 
 from text_generation_inference.models.registry import ARCHITECTURES
 
@@ -69,14 +69,7 @@ def make(family: str, folder: Path, **changes: Any) -> Tiny:
         fields |= {"num_key_value_heads": 4, "head_dim": 8}
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**fields)).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.12)
-            elif name.endswith("bias"):
-                parameter.normal_(0, 0.3)
-            else:
-                parameter.uniform_(0.7, 1.3)
+    spread_weights(model)
     model.save_pretrained(folder)
     assert f"{family}ForCausalLM" not in ARCHITECTURES  # else it has a test of its own
     return Tiny(folder, model)

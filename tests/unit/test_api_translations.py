@@ -21,15 +21,18 @@ from text_generation_inference.api.responses_store import ResponseStore
 from text_generation_inference.api.tenants import current_key
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.text.chat_template import ChatTemplate, read_prompt
+from text_generation_inference.text.picture_prompt import PictureWords
 
 TEMPLATES = {path.stem: path.read_text() for path in (Path(__file__).parent / "templates").glob("*.jinja")}
 BILLING = "x-anthropic-billing-header: cc_version=2.1.0; cc_entrypoint=cli; cch={};"
 TOOL = {"name": "Read", "description": "Reads a file", "input_schema": {"type": "object", "properties": {}}}
+MARK = "<image>"  # the token that stands for a picture
+WORDS = PictureWords(MARK, 7, MARK, (MARK,), frozenset({7}), False, lambda text, _: text)
 
 
 def messages(later: bool = True, sees: bool = True, left_out: list[str] | None = None, **fields: Any) -> ChatRequest:
     body = msgspec.convert({"model": "m", "max_tokens": 9, **fields}, MessagesRequest)
-    return chat_of_messages(body, later, sees, (left_out if left_out is not None else []).append)
+    return chat_of_messages(body, later, WORDS if sees else None, (left_out if left_out is not None else []).append)
 
 
 def respond(
@@ -37,7 +40,7 @@ def respond(
 ) -> ChatRequest:
     body = msgspec.convert({"input": given, **more}, ResponsesRequest)
     note = (left_out if left_out is not None else []).append
-    return chat_of_response(body, before, items_of(body, lambda _: b"{}", 99), later, sees, note)
+    return chat_of_response(body, before, items_of(body, lambda _: b"{}", 99), later, WORDS if sees else None, note)
 
 
 def turns(chat: ChatRequest) -> list[tuple[str, Any]]:
@@ -303,9 +306,20 @@ def item(*given: Any) -> Callable[[], ChatRequest]:
         (lambda: messages(sees=False, messages=[{"role": "user", "content": [PICTURE]}]), "messages[0].content[0]"),
         (lambda: messages(messages=USER, system=[{"type": "text"}]), "system[0].text"),
         (lambda: messages(messages=USER, tools=[{"name": "a"}]), "tools[0].input_schema"),
+        (lambda: messages(messages=USER, system=MARK), "system"),
+        (lambda: messages(messages=USER, system=[{"type": "text", "text": MARK}]), "system[0]"),
+        (lambda: messages(messages=[*USER, {"role": "user", "content": MARK}], system="x"), "messages[1].content"),
+        (block(type="text", text=MARK), "messages[0].content[1]"),
+        (block(type="tool_result", tool_use_id="a", content=MARK), "messages[0].content[1].content"),
+        (block(type="document", source={"type": "text", "data": MARK}), "messages[0].content[1]"),
         (lambda: respond([]), "input"),
         (lambda: respond("x", background=True), "background"),
         (lambda: respond("x", conversation="conv_1"), "conversation"),
+        (lambda: respond("x", instructions=MARK), "instructions"),
+        (lambda: respond(MARK, instructions="x"), "input"),
+        (lambda: respond("x", before=[{"role": "user", "content": MARK}]), "previous_response_id.content"),
+        (item({"role": "user", "content": [{"type": "input_text", "text": MARK}]}), "input[1].content[0]"),
+        (item({"type": "function_call_output", "call_id": "x", "output": MARK}), "input[1].output"),
         (item({"role": "nobody", "content": "x"}), "input[1].role"),
         (item({"role": "user"}), "input[1].content"),
         (item({"role": "user", "content": [{"text": "x"}]}), "input[1].content[0].type"),

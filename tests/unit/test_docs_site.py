@@ -11,7 +11,6 @@ import pytest
 from text_generation_inference.launch.arguments import build_parser
 
 ROOT = Path(__file__).parents[2]
-BUILD = ROOT / "tools" / "docs_site" / "build.py"
 STARTS = sorted((ROOT / "docs").glob("start-*.md"))
 NOT_OURS = {"--gpus", "--shm-size", "--runtime", "--cap-add", "--ipc"}  # Docker's
 

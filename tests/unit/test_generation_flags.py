@@ -1,10 +1,8 @@
 """The published command lines of run_generation are accepted by `tgi bench offline`, and mean there what it says."""
 
-import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,27 +178,6 @@ def test_throughput_by_the_published_formula() -> None:
     assert describe_throughput(result) == (
         "Throughput = 5 iterations x 1230 requests x 128 new tokens / 60.000 s = 13120.00 tokens/second"
     )
-
-
-def test_a_run(tmp_path: Path) -> None:
-    """As a user has it: one row, three whole warm-ups cut to one, the formula, the file, what each flag did."""
-    line = "--batch_size 2 --max_input_tokens 16 --max_new_tokens 4 --warmup 1 --n_iterations 2 --trim_logits"
-    flags = [*line.split(), "--bucket_size", "128", "--output_dir", str(tmp_path / "out")]
-    done = subprocess.run(
-        [sys.executable, "-m", "text_generation_inference.cli", "bench", "offline", *flags],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    rate = re.search(r"Throughput = 2 iterations x 2 requests x 4 new tokens / ([0-9.]+) s = ([0-9.]+)", done.stdout)
-    assert rate is not None, done.stdout
-    assert float(rate[2]) == pytest.approx(16 / float(rate[1]), rel=0.01)
-    assert "--trim_logits: no effect: it is always so" in done.stderr
-    report = json.loads((tmp_path / "out" / "results.json").read_text())
-    row = report["rows"][0]
-    assert (row["iterations"], row["requests"], row["outputs"]) == (2, 2, 4)
 
 
 def test_figures_of_one_gpu_and_no_figures() -> None:

@@ -153,7 +153,7 @@ def test_check_does_not_blame_the_architecture(monkeypatch: pytest.MonkeyPatch, 
     def refuse(*_: object) -> None:
         raise StartError("no GPU")
 
-    monkeypatch.setattr("text_generation_inference.devices.device.choose_device", refuse)
+    monkeypatch.setattr("text_generation_inference.launch.check_fit.choose_device", refuse)
     write_shape("smollm2-135m", tmp_path)
     report = check.check_model(arguments.ServerConfig(model_id=str(tmp_path), device="cuda", load_format="dummy"))
     assert report.problems[-1] == "no GPU"

@@ -3,13 +3,16 @@
 import json
 import random
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
@@ -813,14 +816,16 @@ SOURCES = {
 }
 
 
+@cache
+def vocabulary_of(tokenizer: Tokenizer) -> LLTokenizer:
+    return LLTokenizer(tokenizer._backend.to_str(), eos_token=sorted(tokenizer.eos_ids))
+
+
 def accepts(tokenizer: Tokenizer, grammar: Any, text: str, ends: bool = True) -> bool:
     """Whether the grammar lets a model write these tokens, and then end."""
-    from llguidance import LLMatcher, LLTokenizer
-
     source = LLMatcher.grammar_from_lark(grammar.value)
     assert not LLMatcher.validate_grammar(source)
-    backend = tokenizer._backend.to_str()  # pyright: ignore[reportPrivateUsage]
-    matcher = LLMatcher(LLTokenizer(backend, eos_token=sorted(tokenizer.eos_ids)), source)
+    matcher = LLMatcher(vocabulary_of(tokenizer), source)
     assert not matcher.is_error(), matcher.get_error()
     ids = tokenizer.encode(text, add_special_tokens=False)
     if matcher.validate_tokens(ids) != len(ids):
@@ -985,12 +990,7 @@ def test_a_call_or_an_answer_in_a_format(family: str, tokenizer: Tokenizer) -> N
 
 def walk(tokenizer: Tokenizer, grammar: Any, rng: random.Random) -> list[int]:
     """Tokens as a model without an opinion would write them under the masks of the grammar."""
-    import numpy as np
-    from llguidance import LLMatcher, LLTokenizer
-
-    backend = tokenizer._backend.to_str()  # pyright: ignore[reportPrivateUsage]
-    vocabulary = LLTokenizer(backend, eos_token=sorted(tokenizer.eos_ids))
-    matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(grammar.value))
+    matcher = LLMatcher(vocabulary_of(tokenizer), LLMatcher.grammar_from_lark(grammar.value))
     ids: list[int] = []
     while len(ids) < 5000:
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")

@@ -17,6 +17,7 @@ from text_generation_inference.api.openai_bodies import (
     TextPart,
     VideoPart,
 )
+from text_generation_inference.text.picture_prompt import PictureWords
 
 TurnContent = str | list[TextPart | ImagePart | PlainImagePart | VideoPart | PlainVideoPart | RefusalPart] | None
 _SYSTEM = ("system", "developer")
@@ -71,6 +72,14 @@ def join_neighbours(messages: Iterable[Message]) -> list[Message]:
 
 def _joined(messages: Sequence[Message]) -> str:
     return _BETWEEN.join(text_of(message.content) for message in messages)
+
+
+def checked(text: str, place: str, words: PictureWords | None) -> str:
+    """A text of a body, named by its place there if it holds what only pictures may bring. `words`: of a model that
+    sees."""
+    if words is not None:
+        words.check_text(text, place)
+    return text
 
 
 def as_content(parts: Sequence[TextPart | ImagePart]) -> Any:

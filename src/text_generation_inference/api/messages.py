@@ -48,9 +48,9 @@ async def count(call: Call) -> None:
 
 async def _as_chat(call: Call, body: CountTokensRequest) -> ChatRequest:
     service, left_out = call.service, list[str]()
-    takes_later, sees = service.template.takes_later_system, service.pictures is not None
+    takes_later, words = service.template.takes_later_system, service.words
     chat = await service.run_beside(
-        lambda: chat_of_messages(body, takes_later, sees, left_out.append), call.request.is_long
+        lambda: chat_of_messages(body, takes_later, words, left_out.append), call.request.is_long
     )
     service.unknown_fields.note(left_out)
     return chat

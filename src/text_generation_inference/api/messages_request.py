@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from text_generation_inference.api.chat_turns import as_content, join_neighbours, place_system
+from text_generation_inference.api.chat_turns import as_content, checked, join_neighbours, place_system
 from text_generation_inference.api.errors import UnsupportedError
 from text_generation_inference.api.loose_items import Note, read_item, type_of
 from text_generation_inference.api.messages_bodies import (
@@ -37,6 +37,7 @@ from text_generation_inference.api.openai_bodies import (
     ToolCall,
 )
 from text_generation_inference.errors import ValidationError
+from text_generation_inference.text.picture_prompt import PictureWords
 
 _BILLING = "x-anthropic-billing-header:"  # begins a system block that is no prompt
 
@@ -91,17 +92,19 @@ class _CustomTool(msgspec.Struct, kw_only=True):
 class _Reading:
     """What is known while the turns are read."""
 
-    sees: bool
+    words: PictureWords | None  # of a model that sees
     note: Note
     names: dict[str, str] = field(default_factory=dict[str, str])  # of functions, by the id of their call
 
 
-def chat_of_messages(body: CountTokensRequest, takes_later_system: bool, sees: bool, note: Note) -> ChatRequest:
-    """Raises `ValidationError` that names what is wrong. `sees`: whether the model does."""
+def chat_of_messages(
+    body: CountTokensRequest, takes_later_system: bool, words: PictureWords | None, note: Note
+) -> ChatRequest:
+    """Raises `ValidationError` that names what is wrong. `words`: of a model that sees."""
     if not body.messages:
         raise ValidationError("`messages` cannot be empty")
-    reading = _Reading(sees, note)
-    system = _system(body.system, note)
+    reading = _Reading(words, note)
+    system = _system(body.system, reading)
     turns = [Message(role="system", content=system)] if system else []
     for number, turn in enumerate(body.messages):
         turns += _turns_of(turn, f"messages[{number}]", reading)
@@ -129,25 +132,25 @@ def chat_of_messages(body: CountTokensRequest, takes_later_system: bool, sees: b
 # -- turns ---------------------------------------------------------------------------------------------------------
 
 
-def _system(given: str | list[dict[str, Any]] | None, note: Note) -> str:
+def _system(given: str | list[dict[str, Any]] | None, reading: _Reading) -> str:
     if given is None or isinstance(given, str):
-        return given or ""
+        return checked(given or "", "system", reading.words)
     texts: list[str] = []
     for number, block in enumerate(given):
         place = f"system[{number}]"
         if type_of(block, place, "text") != "text":
-            note("system.type")
+            reading.note("system.type")
             continue
         text = read_item(block, _Text, place).text
         if not text.startswith(_BILLING):
-            texts.append(text)
+            texts.append(checked(text, place, reading.words))
     return "\n".join(texts)
 
 
 def _turns_of(turn: AnthropicTurn, place: str, reading: _Reading) -> list[Message]:
     """Results of tools are turns of their own, before what the user says beside them."""
     if isinstance(turn.content, str):
-        return [Message(role=turn.role, content=turn.content)]
+        return [Message(role=turn.role, content=checked(turn.content, f"{place}.content", reading.words))]
     results: list[Message] = []
     parts: list[TextPart | ImagePart] = []
     calls: list[ToolCall] = []
@@ -185,6 +188,8 @@ def _result(block: dict[str, Any], place: str, reading: _Reading) -> Message:
             where = f"{place}.content[{number}]"
             parts += _parts_of(type_of(part, where), part, where, reading)
         content = as_content(parts)
+    else:
+        content = checked(content, f"{place}.content", reading.words)
     name = reading.names.get(given.tool_use_id)
     return Message(role="tool", content=content, tool_call_id=given.tool_use_id, name=name)
 
@@ -193,14 +198,14 @@ def _parts_of(kind: str, block: dict[str, Any], place: str, reading: _Reading) -
     """Text and pictures of a block. One of a type that is not known has none."""
     match kind:
         case "text":
-            return [TextPart(read_item(block, _Text, place).text)]
+            return [_text(read_item(block, _Text, place).text, place, reading)]
         case "image":
-            return [_image(read_item(block, _Image, place).source, place, reading.sees)]
+            return [_image(read_item(block, _Image, place).source, place, reading)]
         case "document":
             return _document(read_item(block, _Document, place), place, reading)
         case "search_result":
             found = read_item(block, _SearchResult, place)
-            return [TextPart(f"{found.title}\n"), *_inner(found.content, f"{place}.content", reading)]
+            return [_text(f"{found.title}\n", place, reading), *_inner(found.content, f"{place}.content", reading)]
         case _:
             reading.note(f"content.{kind}")
             return []
@@ -217,8 +222,12 @@ def _inner(blocks: Sequence[dict[str, Any]], place: str, reading: _Reading) -> l
     return parts
 
 
-def _image(source: ImageSource, place: str, sees: bool) -> ImagePart:
-    if not sees:
+def _text(text: str, place: str, reading: _Reading) -> TextPart:
+    return TextPart(checked(text, place, reading.words))
+
+
+def _image(source: ImageSource, place: str, reading: _Reading) -> ImagePart:
+    if reading.words is None:
         raise ValidationError(f"`{place}` is a picture, and the model that is served does not see")
     if source.type == "base64":
         if not source.data:
@@ -233,13 +242,13 @@ def _image(source: ImageSource, place: str, sees: bool) -> ImagePart:
 
 def _document(given: _Document, place: str, reading: _Reading) -> list[TextPart | ImagePart]:
     heads = [f"{text}\n" for text in (given.title, given.context) if text]
-    parts: list[TextPart | ImagePart] = [TextPart(text) for text in heads]
+    parts: list[TextPart | ImagePart] = [_text(text, place, reading) for text in heads]
     source = given.source
     if source.type == "text":
-        return [*parts, TextPart(source.data)]
+        return [*parts, _text(source.data, place, reading)]
     if source.type == "content":
         if isinstance(source.content, str):
-            return [*parts, TextPart(source.content)]
+            return [*parts, _text(source.content, place, reading)]
         return parts + _inner(source.content, f"{place}.source.content", reading)
     raise UnsupportedError(
         f"{place}.source", f"`{place}.source` must be plain text or content blocks: other documents are not supported"

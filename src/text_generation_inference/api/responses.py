@@ -76,7 +76,7 @@ async def delete(call: Call) -> None:
 async def _as_chat(call: Call, body: ResponsesRequest) -> tuple[ChatRequest, Keep | None]:
     """The body of the chat route, and what stores the answer, if that is wanted and it is not too large."""
     service, left_out = call.service, list[str]()
-    takes_later, sees = service.template.takes_later_system, service.pictures is not None
+    takes_later, words = service.template.takes_later_system, service.words
     stored = b"[]"
     if body.previous_response_id is not None:
         stored = service.responses.items(body.previous_response_id)
@@ -85,7 +85,7 @@ async def _as_chat(call: Call, body: ResponsesRequest) -> tuple[ChatRequest, Kee
 
     def work() -> tuple[ChatRequest, bytes | None]:
         before = msgspec.json.decode(stored, type=list[dict[str, Any]])
-        chat = chat_of_response(body, before, items, takes_later, sees, left_out.append)
+        chat = chat_of_response(body, before, items, takes_later, words, left_out.append)
         history = msgspec.json.encode([*before, *items]) if wants else None
         return chat, history if history is not None and len(history) < MAX_ENTRY_BYTES else None
 

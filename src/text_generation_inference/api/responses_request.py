@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from text_generation_inference.api.chat_turns import as_content, join_neighbours, place_system
+from text_generation_inference.api.chat_turns import as_content, checked, join_neighbours, place_system
 from text_generation_inference.api.errors import UnsupportedError
 from text_generation_inference.api.loose_items import Note, read_item, type_of
 from text_generation_inference.api.openai_bodies import (
@@ -31,6 +31,7 @@ from text_generation_inference.api.openai_bodies import (
 )
 from text_generation_inference.api.responses_bodies import ResponsesRequest
 from text_generation_inference.errors import ValidationError
+from text_generation_inference.text.picture_prompt import PictureWords
 
 Items = Sequence[dict[str, Any]]
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -116,16 +117,27 @@ def items_of(body: ResponsesRequest, find: Callable[[str], bytes], max_bytes: in
 
 
 def chat_of_response(
-    body: ResponsesRequest, before: Items, items: Items, takes_later_system: bool, sees: bool, note: Note
+    body: ResponsesRequest,
+    before: Items,
+    items: Items,
+    takes_later_system: bool,
+    words: PictureWords | None,
+    note: Note,
 ) -> ChatRequest:
-    """`before`: the conversation that this one continues. `sees`: whether the model does. Raises `ValidationError`."""
+    """`before`: the conversation that this one continues. `words`: of a model that sees. Raises `ValidationError`."""
     for name in _NOT_SERVED:
         if getattr(body, name) not in (None, False):
             raise UnsupportedError(name, f"`{name}` is not supported")
-    turns = [Message(role="system", content=body.instructions)] if body.instructions else []
+    turns: list[Message] = []
+    if isinstance(body.input, str):
+        checked(body.input, "input", words)
+    if body.instructions:
+        turns.append(Message(role="system", content=checked(body.instructions, "instructions", words)))
     names: dict[str, str] = {}  # of functions, by the id of their call
-    for number, item in enumerate([*before, *items]):
-        turns += _turn_of(item, f"input[{number - len(before)}]", names, sees, note)
+    for item in before:
+        turns += _turn_of(item, "previous_response_id", names, words, note)
+    for number, item in enumerate(items):
+        turns += _turn_of(item, f"input[{number}]", names, words, note)
     if not any(turn.role not in ("system", "developer") for turn in turns):
         raise ValidationError("`input` cannot be empty")
     given = body.reasoning
@@ -156,13 +168,15 @@ def chat_of_response(
 # -- turns ---------------------------------------------------------------------------------------------------------
 
 
-def _turn_of(item: dict[str, Any], place: str, names: dict[str, str], sees: bool, note: Note) -> list[Message]:
+def _turn_of(
+    item: dict[str, Any], place: str, names: dict[str, str], words: PictureWords | None, note: Note
+) -> list[Message]:
     match type_of(item, place, "message"):
         case "message":
             said = read_item(item, _Said, place)
             if said.role not in _ROLES:
                 raise ValidationError(f"`{place}.role` must be one of {', '.join(_ROLES)}")
-            return [Message(role=said.role, content=_content(said.content, f"{place}.content", sees, note))]
+            return [Message(role=said.role, content=_content(said.content, f"{place}.content", words, note))]
         case "function_call" | "custom_tool_call" as kind:
             called = read_item(item, _Called, place)
             names[called.call_id] = called.name
@@ -171,7 +185,7 @@ def _turn_of(item: dict[str, Any], place: str, names: dict[str, str], sees: bool
             return [Message(role="assistant", tool_calls=[call])]
         case "function_call_output" | "custom_tool_call_output":
             output = read_item(item, _CallOutput, place)
-            content = _content(output.output, f"{place}.output", sees, note)
+            content = _content(output.output, f"{place}.output", words, note)
             name = names.get(output.call_id)
             return [Message(role="tool", content=content, tool_call_id=output.call_id, name=name)]
         case "reasoning":
@@ -182,22 +196,22 @@ def _turn_of(item: dict[str, Any], place: str, names: dict[str, str], sees: bool
             return []
 
 
-def _content(given: str | list[dict[str, Any]], place: str, sees: bool, note: Note) -> Any:
+def _content(given: str | list[dict[str, Any]], place: str, words: PictureWords | None, note: Note) -> Any:
     if isinstance(given, str):
-        return given
+        return checked(given, place, words)
     parts: list[TextPart | ImagePart] = []
     for number, part in enumerate(given):
         where = f"{place}[{number}]"
         match type_of(part, where):
             case kind if kind in _TEXTS:
-                parts.append(TextPart(read_item(part, _WithText, where).text))
+                parts.append(TextPart(checked(read_item(part, _WithText, where).text, where, words)))
             case "refusal":
-                parts.append(TextPart(read_item(part, _WithRefusal, where).refusal))
+                parts.append(TextPart(checked(read_item(part, _WithRefusal, where).refusal, where, words)))
             case "input_image":
                 url = read_item(part, _InputImage, where).image_url
                 if url is None:
                     raise UnsupportedError(f"{where}.file_id", f"`{where}` needs an `image_url`: there are no files")
-                if not sees:
+                if words is None:
                     raise ValidationError(f"`{where}` is a picture, and the model that is served does not see")
                 parts.append(ImagePart(url))
             case "input_file" | "input_audio" as kind:

@@ -136,15 +136,16 @@ def _data(matrix: Matrix) -> Tensor:
     return matrix.data
 
 
-def graph_ms(work: Callable[[], None], repeats: int = 10) -> float:
-    """Median time of a replay."""
+def graph_ms(work: Callable[[], object], repeats: int = 10, calls: int = 1) -> float:
+    """Median over replays of a graph, for each of the calls that it holds."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        work()
+        for _ in range(calls):
+            work()
     graph.replay()
     times: list[float] = []
     for _ in range(repeats):
@@ -153,5 +154,5 @@ def graph_ms(work: Callable[[], None], repeats: int = 10) -> float:
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
+        times.append(begin.elapsed_time(end) / calls)
     return statistics.median(times)

@@ -15,9 +15,9 @@ def available_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgr
     return min(_machine_bytes(proc), *_group_bytes(proc, groups), _UNLIMITED)
 
 
-def resident_bytes(proc: Path = Path("/proc")) -> int:
+def resident_bytes() -> int:
     """What this process has in memory."""
-    return int((proc / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _machine_bytes(proc: Path) -> int:

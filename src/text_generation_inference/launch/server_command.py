@@ -42,9 +42,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "text-generation-se
     return _run_download(_build_parser(prog).parse_args(arguments))
 
 
-def download_main(arguments: Sequence[str], prog: str = "tgi download") -> int:
+def download_main(arguments: Sequence[str]) -> int:
     """`download-weights` as a command of its own."""
-    parser = argparse.ArgumentParser(prog=prog, description="Fetch a model from the hub into the cache.")
+    parser = argparse.ArgumentParser(prog="tgi download", description="Fetch a model from the hub into the cache.")
     _add_download_options(parser)
     return _run_download(parser.parse_args(arguments))
 

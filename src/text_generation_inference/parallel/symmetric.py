@@ -88,19 +88,18 @@ def measure_ways(
     other: Collectives | None,
     microseconds: Callable[[Callable[[], object]], float],
     make: Callable[[int], Tensor],
-    sizes: Sequence[int] = _SIZES,
 ) -> Ways:
     """`microseconds` that work takes on a device, `make` a tensor there of so many bytes. Every rank measures, as each
     sum needs all of them; what rank 0 has found holds for all."""
     one: list[float] = []
     two: list[float] = []
     others: list[float] = []
-    for x in map(make, sizes):
+    for x in map(make, _SIZES):
         one.append(microseconds(partial(kernels.all_reduce, x, False)))
         two.append(microseconds(partial(kernels.all_reduce, x, True)))
         if other is not None:
             others.append(microseconds(partial(other.all_reduce, x)))
-    return agree(choose_ways(sizes, one, two, None if other is None else others))
+    return agree(choose_ways(_SIZES, one, two, None if other is None else others))
 
 
 def choose_ways(

@@ -126,7 +126,6 @@ class PagedAttention:
     def __init__(
         self,
         num_processors: int,
-        workspace: Workspace | None = None,
         bulk_copies: bool = False,
         async_copies: bool = True,
         specialised: Callable[..., None] | None = None,
@@ -135,7 +134,7 @@ class PagedAttention:
         self.specialised = specialised  # `hopper_attention.attend`, where the GPU and Triton are made for it
         self.bulk_copies = bulk_copies  # capability 9.0 or later
         self.async_copies = async_copies  # capability 8.0 or later
-        self.workspace = workspace or Workspace()
+        self.workspace = Workspace()
         self.prompts: Callable[..., bool] | None = None  # another's kernel for prompts; False: not for this batch
         self.many_tiles, self.long_chunk = _MANY_TILES, _LONG_CHUNK
         # Set, they are used whatever the work: to measure others.

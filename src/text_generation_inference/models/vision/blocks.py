@@ -212,7 +212,8 @@ class PatchEmbedding(Module):
 
 def normalise(pixels: Tensor, normalisation: Normalisation, dtype: torch.dtype) -> Tensor:
     """uint8 `[..., 3]` -> what the tower was trained on."""
-    mean, std = scales_of(normalisation, pixels.device)
+    read = _read_scales if torch.compiler.is_compiling() else scales_of  # whose cache a compiler ignores, and says so
+    mean, std = read(normalisation, pixels.device)
     return ((pixels.float() * normalisation.factor - mean) / std).to(dtype)
 
 
@@ -220,7 +221,11 @@ def normalise(pixels: Tensor, normalisation: Normalisation, dtype: torch.dtype) 
 def scales_of(normalisation: Normalisation, device: torch.device) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation, `[3]`."""
     with torch.inference_mode(False):  # whoever asks first
-        return torch.tensor(normalisation.mean, device=device), torch.tensor(normalisation.std, device=device)
+        return _read_scales(normalisation, device)
+
+
+def _read_scales(normalisation: Normalisation, device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.tensor(normalisation.mean, device=device), torch.tensor(normalisation.std, device=device)
 
 
 class MaskedRows:

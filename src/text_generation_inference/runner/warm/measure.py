@@ -1,6 +1,6 @@
 """Compiles what steps need, and measures what they take beside weights and cache: before there is a cache, and with it.
 
-Made-up steps do both (`dry_run`). What is played differs between steps over block tables and padded passes, the order
+Made-up steps do both (`dry_run`). What is run differs between steps over block tables and padded passes, the order
 and the sum do not.
 """
 
@@ -54,8 +54,8 @@ class StepBytes(msgspec.Struct):
         return self.slots + self.graphs + self.without_graph + self.holes
 
 
-class _Play(Protocol):
-    """What is played on a runner over a cache of one block."""
+class _MadeUpSteps(Protocol):
+    """Run on a runner over a cache of one block."""
 
     rows: int
     tokens: int  # of the largest step
@@ -64,8 +64,8 @@ class _Play(Protocol):
         """Everything of which a kernel may depend; nothing is computed."""
         ...
 
-    def settle(self, run: DryRun) -> None:
-        """Make workspaces, which stay."""
+    def make_workspaces(self, run: DryRun) -> None:
+        """They stay."""
         ...
 
     def graphs(self, run: DryRun) -> Iterable[Callable[[], object]]:
@@ -88,10 +88,10 @@ class _TableSteps:
 
     def compile(self, run: DryRun) -> None:
         run_prefix(run, self.tokens, self._length)  # first: its kernel takes longest
-        self._play(run, min(self.rows, _FEW))
+        self._run_all(run, min(self.rows, _FEW))
         run_decode(run, self._capture)
 
-    def settle(self, run: DryRun) -> None:
+    def make_workspaces(self, run: DryRun) -> None:
         run_decode(run, [self.rows, *self._few])
 
     def graphs(self, run: DryRun) -> Iterable[Callable[[], object]]:
@@ -101,9 +101,9 @@ class _TableSteps:
             yield lambda: run_captured(run, self.rows, self._captured_tokens, self._length)
 
     def largest(self, run: DryRun) -> None:
-        self._play(run, self.rows)
+        self._run_all(run, self.rows)
 
-    def _play(self, run: DryRun, rows: int) -> None:
+    def _run_all(self, run: DryRun, rows: int) -> None:
         run_largest(run, rows, self.tokens, self._length)
         run_prompts(run, rows, self.tokens, self._length)
         run_decode(run, [rows, *self._few])
@@ -126,7 +126,7 @@ class _PaddedPasses:
             run.steps.run_shallow(bucket)
         run_choices(run, self._sizes)
 
-    def settle(self, run: DryRun) -> None:
+    def make_workspaces(self, run: DryRun) -> None:
         run.steps.run_shallow(self._largest)
 
     def graphs(self, run: DryRun) -> Iterable[Callable[[], object]]:
@@ -147,21 +147,21 @@ def measure_steps(
 ) -> StepBytes:
     """Compiles kernels too."""
     length = max(SHORTEST, length)
-    play: _Play = _PaddedPasses(plan) if isinstance(plan, BucketPlan) else _TableSteps(plan, limits, length)
+    steps: _MadeUpSteps = _PaddedPasses(plan) if isinstance(plan, BucketPlan) else _TableSteps(plan, limits, length)
 
     def start() -> DryRun:
-        return DryRun(make_runner(play.rows, length), play.rows, device.limits.block_size)
+        return DryRun(make_runner(steps.rows, length), steps.rows, device.limits.block_size)
 
     try:
         with device.compiling():
             run = start()
-            play.compile(run)
+            steps.compile(run)
         del run
         made: list[DryRun] = []
         slots = device.peak_bytes(lambda: made.append(start()))
-        play.settle(made[0])
-        graphs = max(device.peak_bytes(part) for part in play.graphs(made[0]))
-        without_graph = device.peak_bytes(lambda: play.largest(made[0]))
+        steps.make_workspaces(made[0])
+        graphs = max(device.peak_bytes(part) for part in steps.graphs(made[0]))
+        without_graph = device.peak_bytes(lambda: steps.largest(made[0]))
         if made[0].steps.num_captured:
             made.clear()
             gc.collect()  # its graphs refer to it
@@ -171,8 +171,8 @@ def measure_steps(
         if not is_out_of_memory(error):
             raise EngineError(f"the device cannot compute: {error}") from error
         raise ResourceError(
-            f"Not enough memory for a step of {play.tokens} tokens and {play.rows} requests once the weights are loaded"
-            f": lower `max_batch_prefill_tokens` or `max_batch_size` ({str(error).split('. ')[0]})"
+            f"Not enough memory for a step of {steps.tokens} tokens and {steps.rows} requests once the weights are"
+            f" loaded: lower `max_batch_prefill_tokens` or `max_batch_size` ({str(error).split('. ')[0]})"
         ) from None
 
 
