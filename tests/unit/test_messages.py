@@ -82,12 +82,38 @@ FIRST_PART = "{% for m in messages %}{{ m.content if m.content is string else m.
 @pytest.mark.parametrize("reader", [template("gemma3"), ChatTemplate(FIRST_PART)], ids=["gemma3", "first part"])
 def test_no_part_is_lost_where_the_template_reads_parts(reader: ChatTemplate) -> None:
     """Gemma's shows no part of the type `image_url`, others look at the first part alone."""
-    assert reader.reads_content_parts
+    assert all(reader.content_forms("user"))
     messages = [{"role": "user", "content": PARTS}]
     normal = normalise_messages(messages, reader)
-    assert normal == [{"role": "user", "content": [{"type": "text", "text": "Look: ![](http://x/y.png)\nwell?"}]}]
+    assert normal == [{"role": "user", "content": "Look: ![](http://x/y.png)\nwell?"}]
     assert "Look: ![](http://x/y.png)\nwell?" in reader.render(normal)
     assert normalise_messages([{"role": "user", "content": []}], reader) == [{"role": "user", "content": ""}]
+
+
+# Parts alone of users and assistants, as models that see often have it; the system is read as a text alone.
+PARTS_ALONE = """{% for m in messages %}{% if m['role'] == 'system' %}<{{ m['content'] | trim }}>{% else %}{{ m['role'] }}:
+{%- if m['role'] == 'assistant' %}{{ m['content'][0]['text'] }}{% else %}
+{%- for part in m['content'] %}{{ '@' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}
+{%- endif %}/{% endfor %}"""
+
+
+@pytest.mark.parametrize("as_parts", [False, True])
+def test_no_text_is_lost_where_the_template_reads_nothing_but_parts(as_parts: bool) -> None:
+    """Llava's, Idefics' and SmolVLM's show nothing of a text, or fail."""
+    reader = ChatTemplate(PARTS_ALONE)
+
+    def content(text: str) -> Any:
+        return [{"type": "text", "text": text}] if as_parts else text
+
+    turns = [("system", "S"), ("user", "a"), ("assistant", "b"), ("tool", "c"), ("assistant", "")]
+    messages: list[dict[str, Any]] = [{"role": role, "content": content(text)} for role, text in turns]
+    messages += [{"role": "user", "content": PARTS}, {"role": "assistant", "content": None, "tool_calls": [call({})]}]
+    shown = reader.render(normalise_messages(messages, reader, lambda _: None))
+    said = '{"name": "f", "parameters": {}}'
+    assert shown == f"<S>/user:a/assistant:b/tool:c/assistant:/user:Look: @\nwell?/assistant:{said}/"
+    (normal,) = normalise_messages([{"role": "user", "content": "x"}], reader)
+    (message,) = append_tool_prompt([normal], TOOLS, "Use it.", True)
+    assert reader.render([message]) == "user:x\n---\nUse it./"
 
 
 def test_pictures_are_shown_as_the_caller_says() -> None:

@@ -41,15 +41,22 @@ def normalise_messages(
 ) -> list[dict[str, Any]]:
     """Contents as text and the arguments of calls as objects.
 
-    With `template`, in the form it reads best: text is one part where it knows parts, calls become text where it shows
-    none, a developer is the system where it knows none, and a message that only calls has the empty content the
-    template asks for. As in TGI all parts are one text: a template may read the first part alone.
+    With `template`, in the form it reads best: text is one part where it reads parts alone, calls become text where it
+    shows none, a developer is the system where it knows none, and a message that only calls has the empty content the
+    template asks for. As in TGI all parts are one text: a template may read the first part alone, or no list.
 
     `show` is called for each picture, in order, with where it is, and gives the text that stands for it; None leaves a
     part `{"type": "image"}` to the template. Without it a picture is its address in Markdown, as in TGI: for a model
     that does not see, a template's mark would stand for nothing.
     """
     return [_normalise(message, template, show) for message in messages]
+
+
+def text_of(content: object) -> str:
+    """What a content says, whichever form it has."""
+    if not isinstance(content, list):
+        return str(content or "")
+    return "".join(str(part.get("text", "")) for part in cast(list[dict[str, Any]], content))
 
 
 def append_tool_prompt(
@@ -77,6 +84,17 @@ def append_tool_prompt(
 
 
 def _normalise(message: Mapping[str, Any], template: ChatTemplate | None, show: Show) -> dict[str, Any]:
+    result = _with_text(message, template, show)
+    content: object = result.get("content")
+    if template is not None and isinstance(content, str):
+        forms = template.content_forms(str(result.get("role")))
+        if forms.parts and not forms.text:
+            result["content"] = [{"type": "text", "text": content}]
+    return result
+
+
+def _with_text(message: Mapping[str, Any], template: ChatTemplate | None, show: Show) -> dict[str, Any]:
+    """Contents as one text, or as parts where pictures are among them."""
     result = dict(message)
     if _REPEATED_ASSISTANT.fullmatch(str(result.get("role"))):
         result["role"] = "assistant"
@@ -87,9 +105,7 @@ def _normalise(message: Mapping[str, Any], template: ChatTemplate | None, show: 
     if isinstance(content, list | tuple):
         parts = _join_parts(cast(Sequence[Mapping[str, Any]], content), show)
         text = "".join(part["text"] for part in parts if part["type"] == "text")
-        reads_parts = template is not None and template.reads_content_parts
-        has_pictures = any(part["type"] == "image" for part in parts)
-        result["content"] = parts if (reads_parts or has_pictures) and content else text
+        result["content"] = parts if any(part["type"] == "image" for part in parts) else text
     calls: object = result.get("tool_calls")
     if not calls:
         result.pop("tool_calls", None)
