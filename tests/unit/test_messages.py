@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,35 @@ def test_a_picture_that_is_not_there_is_refused(part: dict[str, Any]) -> None:
     messages = [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]
     with pytest.raises(ValidationError, match="an image that is not there"):
         normalise_messages(messages, template("gemma3"), lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("x", "a message must be an object. Given: str"),
+        ({"role": "user", "content": 5}, "`content` must be a text or a list of parts. Given: int"),
+        ({"role": "user", "content": {"type": "text"}}, "`content` must be a text or a list of parts. Given: dict"),
+        ({"role": "user", "content": ["x"]}, "a part of `content` must be an object. Given: str"),
+        (
+            {"role": "user", "content": [{"type": "imag", "image": b""}]},
+            "holds a part of type 'imag'; known: text, image",
+        ),
+        ({"role": "user", "content": [{"type": ["text"], "text": "x"}]}, "holds a part of type ['text']"),
+        ({"role": "user", "content": [{}]}, "an image that is not there"),
+    ],
+)
+def test_what_would_be_lost_is_refused_in_words(message: Any, said: str) -> None:
+    """Callers of `LLM` may hand over anything."""
+    with pytest.raises(ValidationError, match=re.escape(said)):
+        normalise_messages([message])
+
+
+def test_pictures_in_the_words_of_transformers() -> None:
+    found: list[Any] = []
+    parts = [{"type": "image", "base64": "AA=="}, {"image": b"x"}, {"image_url": "u"}, {"text": None}, {"text": "t"}]
+    (normal,) = normalise_messages([{"role": "user", "content": parts}], None, found.append)
+    assert found == ["data:;base64,AA==", b"x", "u"]
+    assert normal["content"] == [*[{"type": "image"}] * 3, {"type": "text", "text": "t"}]
 
 
 def test_templates_that_write_pictures() -> None:

@@ -18,7 +18,8 @@ TOOL_PROMPT = (
     "name and its value}.Do not use variables.\n"
 )
 
-_PICTURE_KEYS = ("image", "url", "path", "image_url")
+_PICTURE_KEYS = ("image", "url", "path", "base64", "image_url")
+_PICTURES, _VIDEOS = ("image", "image_url"), ("video", "video_url")
 _VIDEO_KEYS = ("video", "video_url", "url", "path")
 # As TGI, the server tells the role in every chunk of a stream; OpenAI's Python client adds all of them up and sends the
 # sum back with the message.
@@ -95,12 +96,15 @@ def _normalise(message: Mapping[str, Any], template: ChatTemplate | None, show: 
 
 def _with_text(message: Mapping[str, Any], template: ChatTemplate | None, show: Show) -> dict[str, Any]:
     """Contents as one text, or as parts where pictures are among them."""
+    _check(message, Mapping, "a message", "an object")
     result = dict(message)
     if _REPEATED_ASSISTANT.fullmatch(str(result.get("role"))):
         result["role"] = "assistant"
     if result.get("role") == "developer" and template is not None and not template.knows_developers:
         result["role"] = "system"
     content: object = result.get("content")
+    if content is not None:
+        _check(content, (str, list, tuple), "`content`", "a text or a list of parts")
     text = content if isinstance(content, str) else ""
     if isinstance(content, list | tuple):
         parts = _join_parts(cast(Sequence[Mapping[str, Any]], content), show)
@@ -125,8 +129,9 @@ def _join_parts(content: Iterable[Mapping[str, Any]], show: Show) -> list[dict[s
     """Pictures that are left to the template, and all text between two of them as one part."""
     parts: list[dict[str, str]] = []
     for part in content:
+        _check(part, Mapping, "a part of `content`", "an object")
         source = picture_of(part)
-        text = str(part.get("text", "")) if source is None else show(source)
+        text = str(part.get("text") or "") if source is None else show(source)
         if text is None:
             parts.append({"type": "image"})
         elif parts and parts[-1]["type"] == "text":
@@ -138,13 +143,27 @@ def _join_parts(content: Iterable[Mapping[str, Any]], show: Show) -> list[dict[s
 
 def picture_of(part: Mapping[str, Any]) -> Any:
     """Where a part's picture or video is, or what it is, if the part is one: in OpenAI's words or in transformers'."""
-    if part.get("type") in ("video", "video_url"):
+    kind = part.get("type", next((name for name in ("text", "image_url") if name in part), "image"))
+    if kind in _VIDEOS:
         return _video_of(part)
-    names = _PICTURE_KEYS if part.get("type") == "image" else _PICTURE_KEYS[-1:]
-    source: object = next((part[name] for name in names if part.get(name) is not None), None)
-    if source is None and part.get("type") in ("image", "image_url"):
+    if kind not in _PICTURES:
+        if kind != "text":  # nothing of it would be shown
+            known = ", ".join(("text", *_PICTURES, *_VIDEOS))
+            raise ValidationError(f"`messages` holds a part of type {kind!r}; known: {known}")
+        return None
+    names = _PICTURE_KEYS if kind == "image" else _PICTURE_KEYS[-1:]
+    name = next((name for name in names if part.get(name) is not None), None)
+    if name is None:
         raise ValidationError("`messages` holds an image that is not there: `image` or `image_url` is missing")
+    source: object = part[name]
+    if name == "base64":
+        return f"data:;base64,{source}"
     return cast(Mapping[str, Any], source).get("url", "") if isinstance(source, Mapping) else source
+
+
+def _check(value: object, kinds: type | tuple[type, ...], what: str, meant: str) -> None:
+    if not isinstance(value, kinds):
+        raise ValidationError(f"`messages`: {what} must be {meant}. Given: {type(value).__name__}")
 
 
 def _video_of(part: Mapping[str, Any]) -> VideoSource:
