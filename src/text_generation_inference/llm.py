@@ -22,6 +22,7 @@ from text_generation_inference.errors import EngineError, RequestError, Validati
 from text_generation_inference.pictures.folder import make_picture_folder
 from text_generation_inference.progress import CountBar, StageBars
 from text_generation_inference.text.chat_template import ChatTemplate
+from text_generation_inference.text.messages import normalise_messages
 from text_generation_inference.text.offline_pictures import place_pictures, render_pictures
 from text_generation_inference.text.output import RequestText, pick_best
 from text_generation_inference.text.picture_prompt import PicturePrompt, SeenPrompt
@@ -237,15 +238,22 @@ class LLM(AbstractContextManager["LLM"]):
         `{"type": "image", "image": x}` with a PIL picture, a path, a URL or bytes, or OpenAI's
         `{"type": "image_url", "image_url": {"url": "..."}}`.
         """
-        if self._pictures is None:
-            prompt: Prompt | PicturePrompt = self.render_chat(messages, **template)
-        else:
-            prompt = render_pictures(self._load_template(), messages, self._pictures.words, **template)
+        prompt = self._render(messages, template)
         return self._generate([prompt], [params or SamplingParams()], (False, "", grammar))[0]
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> str:
-        """The conversation as the text the model was trained on."""
-        return self._load_template().render(messages, **template)
+        """The conversation as the text the model was trained on, with the model's marker for each picture."""
+        prompt = self._render(messages, template)
+        if isinstance(prompt, str):
+            return prompt
+        assert self._pictures is not None
+        return self._pictures.words.marker.join(prompt.texts)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> str | PicturePrompt:
+        template = self._load_template()
+        if self._pictures is None:
+            return template.render(normalise_messages(messages, template), **options)
+        return render_pictures(template, messages, self._pictures.words, **options)
 
     def _load_template(self) -> ChatTemplate:
         if self._template is None:

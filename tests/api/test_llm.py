@@ -110,6 +110,9 @@ def test_several_tokens_of_a_request_at_a_time_change_nothing(
 
 def test_chat_ends_with_eos_which_is_not_shown(llm: LLM) -> None:
     answer = llm.chat([{"role": "user", "content": "Say hello in one word."}], SamplingParams(max_new_tokens=200))
+    parts = [{"type": "text", "text": "Say hello "}, {"type": "text", "text": "in one word."}]
+    again = llm.chat([{"role": "user", "content": parts}], SamplingParams(max_new_tokens=1))
+    assert again.prompt_token_ids == answer.prompt_token_ids
     assert answer.finish_reason == "eos_token"
     assert answer.token_ids[-1] == 2
     assert "<|im_end|>" not in answer.text

@@ -578,8 +578,12 @@ def test_llm(oracle: Oracle, web: Pictures, tmp_path: Path) -> None:
         assert salted.token_ids == [token.id for token in streamed] == expected
         assert len(list(folder.iterdir())) == num_files + 2
         content = [{"type": "image", "image": FIRST}, {"type": "text", "text": "What?"}, image(as_data(SECOND))]
-        chatted = llm.chat([{"role": "user", "content": content}], params)
+        messages = [{"role": "user", "content": content}]
+        chatted = llm.chat(messages, params)
         assert chatted.prompt_token_ids == oracle.ids(["user: ", FIRST, "What?", SECOND, "assistant:"])
+        rendered = llm.render_chat(messages)
+        placed = llm.generate(rendered, params, images=[FIRST, SECOND], add_special_tokens=False)
+        assert placed[0].prompt_token_ids == chatted.prompt_token_ids
         with pytest.raises(ValidationError, match="`images` has 1 pictures, and the prompt has places for 2"):
             llm.generate("<image><image>", params, images=[FIRST])
         with pytest.raises(ValidationError, match="places for 1"):

@@ -124,6 +124,24 @@ def test_ollama_tells_thoughts(thinker: httpx.Client) -> None:
     assert "thinking" in thinker.post("/api/show", json={"model": "x"}).json()["capabilities"]
 
 
+def test_ollama_bodies_of_any_type(thinker: httpx.Client) -> None:
+    """As curl sends Ollama's examples, and LiteLLM without a type at all; from pages JSON alone, which they must ask for."""
+    options = {"temperature": 0, "num_predict": 2}
+    body = {"model": "x", "prompt": "Hi", "messages": TURNS, "options": options, "stream": False}
+    curl, plain = "application/x-www-form-urlencoded", "text/plain"
+    for path in ("/api/chat", "/api/generate", "/api/show"):
+
+        def send(path: str = path, **headers: str) -> int:
+            return thinker.post(path, content=json.dumps(body).encode(), headers=headers).status_code
+
+        assert [send(), send(**{"content-type": curl}), send(**{"content-type": plain})] == [200] * 3
+        page = {"origin": "https://page.example"}
+        assert [send(**page), send(**page, **{"content-type": plain})] == [415] * 2
+        assert send(**page, **{"content-type": "application/json"}) == 200
+    assert thinker.post("/api/chat", content=b"{").status_code == 400
+    assert thinker.post("/generate", content=b'{"inputs": "Hi"}').status_code == 415
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [

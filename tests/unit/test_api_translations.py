@@ -293,6 +293,13 @@ def item(*given: Any) -> Callable[[], ChatRequest]:
         (block(type="text", text=3), "messages[0].content[1].text"),
         (block(type="image", source={"type": "base64"}), "messages[0].content[1].source.data"),
         (block(type="image", source={"type": "file", "file_id": "f"}), "messages[0].content[1].source.type"),
+        (block(type="image_url", image_url={"url": "https://x/y.png"}), "messages[0].content[1]"),
+        (
+            block(
+                type="tool_result", tool_use_id="a", content=[{"type": "input_image", "image_url": "https://x/y.png"}]
+            ),
+            "messages[0].content[1].content[0]",
+        ),
         (block(type="tool_use", id="a", name="b", input="{}"), "messages[0].content[1].input"),
         (block(type="tool_result", content="x"), "messages[0].content[1].tool_use_id"),
         (
@@ -325,6 +332,10 @@ def item(*given: Any) -> Callable[[], ChatRequest]:
         (item({"role": "user", "content": [{"text": "x"}]}), "input[1].content[0].type"),
         (item({"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}), "input[1].content[0]"),
         (item({"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}), "input[1].content[0]"),
+        *(
+            (item({"role": "user", "content": [{"type": kind, "image_url": "https://x/y.png"}]}), "input[1].content[0]")
+            for kind in ("image", "image_url")
+        ),
         (item({"type": "function_call", "name": "x"}), "input[1].call_id"),
         (item({"type": "function_call_output", "call_id": "x"}), "input[1].output"),
         (item({"type": "item_reference"}), "input[1].id"),

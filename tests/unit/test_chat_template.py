@@ -395,11 +395,27 @@ def test_uses_tools_looks_at_variables_only() -> None:
     assert not ChatTemplate(None).uses_tools
 
 
+# As many models that see have it: parts of users and assistants, nothing for texts; the system is read as a text.
+PARTS_ALONE = """{% for m in messages %}{% if m['role'] == 'system' %}<{{ m['content'] | trim }}>{% else %}{{ m['role'] }}:
+{%- if m['role'] == 'assistant' %}{{ m['content'][0]['text'] }}{% else %}
+{%- for part in m['content'] | selectattr('type', 'equalto', 'image') %} IMAGE{% endfor %}
+{%- for part in m['content'] | selectattr('type', 'equalto', 'text') %} {{ part['text'] }}{% endfor %}{% endif %}
+{%- endif %}/{% endfor %}"""
+
+
 @pytest.mark.parametrize(
-    ("name", "reads"), [("gemma3", True), ("mistral_args", True), ("chatml", False), ("to_json", False), ("yi", False)]
+    ("template", "role", "forms"),
+    [
+        *((CORPUS["gemma3"], role, (True, True)) for role in ("user", "system", "assistant", "tool")),
+        (CORPUS["mistral_args"], "user", (True, True)),
+        *((CORPUS[name], "user", (True, False)) for name in ("chatml", "to_json", "yi")),
+        *((PARTS_ALONE, role, (False, True)) for role in ("user", "assistant", "tool")),
+        *((PARTS_ALONE, role, (True, False)) for role in ("system", "developer")),
+        ("{{ raise_exception('no') }}", "assistant", (False, False)),
+    ],
 )
-def test_reads_content_parts(name: str, reads: bool) -> None:
-    assert ChatTemplate(CORPUS[name], BOS, EOS).reads_content_parts == reads
+def test_forms_that_contents_may_have(template: str, role: str, forms: tuple[bool, bool]) -> None:
+    assert ChatTemplate(template, BOS, EOS).content_forms(role) == forms
 
 
 def test_continued_message_keeps_its_spaces_when_the_template_does() -> None:

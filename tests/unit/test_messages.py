@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,38 @@ FIRST_PART = "{% for m in messages %}{{ m.content if m.content is string else m.
 @pytest.mark.parametrize("reader", [template("gemma3"), ChatTemplate(FIRST_PART)], ids=["gemma3", "first part"])
 def test_no_part_is_lost_where_the_template_reads_parts(reader: ChatTemplate) -> None:
     """Gemma's shows no part of the type `image_url`, others look at the first part alone."""
-    assert reader.reads_content_parts
+    assert all(reader.content_forms("user"))
     messages = [{"role": "user", "content": PARTS}]
     normal = normalise_messages(messages, reader)
-    assert normal == [{"role": "user", "content": [{"type": "text", "text": "Look: ![](http://x/y.png)\nwell?"}]}]
+    assert normal == [{"role": "user", "content": "Look: ![](http://x/y.png)\nwell?"}]
     assert "Look: ![](http://x/y.png)\nwell?" in reader.render(normal)
     assert normalise_messages([{"role": "user", "content": []}], reader) == [{"role": "user", "content": ""}]
+
+
+# Parts alone of users and assistants, as models that see often have it; the system is read as a text alone.
+PARTS_ALONE = """{% for m in messages %}{% if m['role'] == 'system' %}<{{ m['content'] | trim }}>{% else %}{{ m['role'] }}:
+{%- if m['role'] == 'assistant' %}{{ m['content'][0]['text'] }}{% else %}
+{%- for part in m['content'] %}{{ '@' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}
+{%- endif %}/{% endfor %}"""
+
+
+@pytest.mark.parametrize("as_parts", [False, True])
+def test_no_text_is_lost_where_the_template_reads_nothing_but_parts(as_parts: bool) -> None:
+    """Llava's, Idefics' and SmolVLM's show nothing of a text, or fail."""
+    reader = ChatTemplate(PARTS_ALONE)
+
+    def content(text: str) -> Any:
+        return [{"type": "text", "text": text}] if as_parts else text
+
+    turns = [("system", "S"), ("user", "a"), ("assistant", "b"), ("tool", "c"), ("assistant", "")]
+    messages: list[dict[str, Any]] = [{"role": role, "content": content(text)} for role, text in turns]
+    messages += [{"role": "user", "content": PARTS}, {"role": "assistant", "content": None, "tool_calls": [call({})]}]
+    shown = reader.render(normalise_messages(messages, reader, lambda _: None))
+    said = '{"name": "f", "parameters": {}}'
+    assert shown == f"<S>/user:a/assistant:b/tool:c/assistant:/user:Look: @\nwell?/assistant:{said}/"
+    (normal,) = normalise_messages([{"role": "user", "content": "x"}], reader)
+    (message,) = append_tool_prompt([normal], TOOLS, "Use it.", True)
+    assert reader.render([message]) == "user:x\n---\nUse it./"
 
 
 def test_pictures_are_shown_as_the_caller_says() -> None:
@@ -136,6 +163,35 @@ def test_a_picture_that_is_not_there_is_refused(part: dict[str, Any]) -> None:
     messages = [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]
     with pytest.raises(ValidationError, match="an image that is not there"):
         normalise_messages(messages, template("gemma3"), lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("x", "a message must be an object. Given: str"),
+        ({"role": "user", "content": 5}, "`content` must be a text or a list of parts. Given: int"),
+        ({"role": "user", "content": {"type": "text"}}, "`content` must be a text or a list of parts. Given: dict"),
+        ({"role": "user", "content": ["x"]}, "a part of `content` must be an object. Given: str"),
+        (
+            {"role": "user", "content": [{"type": "imag", "image": b""}]},
+            "holds a part of type 'imag'; known: text, image",
+        ),
+        ({"role": "user", "content": [{"type": ["text"], "text": "x"}]}, "holds a part of type ['text']"),
+        ({"role": "user", "content": [{}]}, "an image that is not there"),
+    ],
+)
+def test_what_would_be_lost_is_refused_in_words(message: Any, said: str) -> None:
+    """Callers of `LLM` may hand over anything."""
+    with pytest.raises(ValidationError, match=re.escape(said)):
+        normalise_messages([message])
+
+
+def test_pictures_in_the_words_of_transformers() -> None:
+    found: list[Any] = []
+    parts = [{"type": "image", "base64": "AA=="}, {"image": b"x"}, {"image_url": "u"}, {"text": None}, {"text": "t"}]
+    (normal,) = normalise_messages([{"role": "user", "content": parts}], None, found.append)
+    assert found == ["data:;base64,AA==", b"x", "u"]
+    assert normal["content"] == [*[{"type": "image"}] * 3, {"type": "text", "text": "t"}]
 
 
 def test_templates_that_write_pictures() -> None:

@@ -142,6 +142,19 @@ async def _endless_head(_: bytes, writer: asyncio.StreamWriter) -> None:
         await writer.drain()
 
 
+async def _endless_header(_: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nX-Y: ")
+    while True:
+        writer.write(b"z" * 1000)
+        await writer.drain()
+
+
+async def _endless_interim_answers(_: bytes, writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(b"HTTP/1.1 103 Early Hints\r\n\r\n")
+        await writer.drain()
+
+
 async def _slow(_: bytes, writer: asyncio.StreamWriter) -> None:
     writer.write(HEAD + b"Content-Length: 1000\r\n\r\n")
     while True:
@@ -181,6 +194,8 @@ async def _silent(_: bytes, writer: asyncio.StreamWriter) -> None:
         (HEAD + b"X: y\r\n" * 300 + b"\r\nx", "headers without end"),
         (_endless, "exceeds maximum allowed size of 1048576 bytes"),
         (_endless_head, "headers without end"),
+        (_endless_header, "headers without end"),
+        (_endless_interim_answers, "headers without end"),
     ],
 )
 def test_answers_that_are_no_picture(answer: bytes | Handler, text: str) -> None:

@@ -289,7 +289,14 @@ def test_without_an_event_loop(model: Path, tmp_path: Path, site: str) -> None:
 
     assert asyncio.run(inside()) == found[0].digest
     assert image.mode == "RGB" and image.size == (40, 30)
+    with Image.open(path) as left:
+        pass
+    closed = Image.open(path)
+    closed.close()
     wrong: list[tuple[Any, str]] = [
+        (left, "Failed to read image data: the picture is closed"),
+        (closed, "Failed to read image data: Operation on closed image"),
+        (Image.new("F", (2, 2)), "its pixels are no whole numbers"),
         (tmp_path / "none.png", "Failed to read image data: "),
         (str(tmp_path), "Failed to read image data: .* is a folder, not a file$"),
         (b"", "invalid image: it is not PNG"),

@@ -39,9 +39,9 @@ class Call:
     route: str  # its path in the table of routes
     streams: list[Generation] = field(default_factory=list)  # woken when the connection has been silent for long
 
-    async def read_body(self, form: BodyForm[Body]) -> Body:
+    async def read_body(self, form: BodyForm[Body], of_any_type: bool = False) -> Body:
         """The JSON body. Fields that nobody knows are noted and otherwise ignored."""
-        data = await self.request.read_json()
+        data = await self.request.read_json(of_any_type)
         body = decode_body(form.decode, data)
         self.service.unknown_fields.note(form.unknown_names(data))
         return body

@@ -26,7 +26,7 @@ from text_generation_inference.api.thoughts import EFFORT_VARIABLES, asked_budge
 from text_generation_inference.config import ServerConfig
 from text_generation_inference.errors import ValidationError
 from text_generation_inference.text.chat_template import ChatTemplate
-from text_generation_inference.text.messages import append_tool_prompt, normalise_messages
+from text_generation_inference.text.messages import append_tool_prompt, normalise_messages, text_of
 from text_generation_inference.text.picture_prompt import PicturePrompt, PictureWords, ShownPictures
 from text_generation_inference.text.reasoning import ReasoningFormat, before_answer
 from text_generation_inference.text.tokenizer import Tokenizer
@@ -220,7 +220,7 @@ def chat_job(
         **_variables(body),
     )
     # As TGI, spaces at the end are not continued, where the caller does not ask in transformers' way.
-    continued = str(messages[-1].get("content")) if continues else ""
+    continued = text_of(messages[-1].get("content")) if continues else ""
     return ChatJob(frame, continues and body.continue_final_message is None, continued, shown)
 
 

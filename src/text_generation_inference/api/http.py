@@ -69,10 +69,15 @@ class HttpRequest:
         """Whether working on the body may take so long that others would notice."""
         return self.num_body_bytes > _LONG_BODY
 
-    async def read_json(self) -> bytes:
-        """The body of a request that must be JSON by its content type."""
+    async def read_json(self, of_any_type: bool = False) -> bytes:
+        """The body of a request that must be JSON by its content type.
+
+        `of_any_type`: unless it comes from a page, which says its origin. What is not said to be JSON a page may send
+        without being asked whether it may.
+        """
         kind = self.headers.get("content-type", "").split(";")[0].strip().lower()
-        if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        is_json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+        if not is_json and not (of_any_type and "origin" not in self.headers):
             raise HttpError(415, "Expected request with `Content-Type: application/json`", field="content-type")
         return await self.read_body()
 

@@ -206,6 +206,8 @@ def _parts_of(kind: str, block: dict[str, Any], place: str, reading: _Reading) -
         case "search_result":
             found = read_item(block, _SearchResult, place)
             return [_text(f"{found.title}\n", place, reading), *_inner(found.content, f"{place}.content", reading)]
+        case "image_url" | "input_image":  # of other APIs: left out, the answer would be about nothing
+            raise ValidationError(f"`{place}` has the type `{kind}`: a picture has the type `image` here")
         case _:
             reading.note(f"content.{kind}")
             return []

@@ -1,6 +1,7 @@
 """Ollama's API over the chat path, where `--ollama-api` asks for it: `/api/chat`, `/api/generate`, what is served.
 
-A stream is lines of JSON. A call of a tool is told whole, when its arguments are complete.
+A stream is lines of JSON. A call of a tool is told whole, when its arguments are complete. Bodies are read as JSON
+whatever they are said to be, as Ollama does: its examples for curl say nothing, and neither do some clients.
 """
 
 import time
@@ -42,7 +43,7 @@ _NEVER = "9999-12-31T00:00:00Z"
 
 
 async def chat(call: Call) -> None:
-    body = await call.read_body(_CHAT)
+    body = await call.read_body(_CHAT, of_any_type=True)
     if not body.messages:
         await _answer_load(call, body.model, as_message, body.keep_alive)
         return
@@ -54,7 +55,7 @@ async def chat(call: Call) -> None:
 
 
 async def generate(call: Call) -> None:
-    body = await call.read_body(_GENERATE)
+    body = await call.read_body(_GENERATE, of_any_type=True)
     if not body.prompt:
         await _answer_load(call, body.model, as_response, body.keep_alive)
         return
@@ -243,7 +244,7 @@ async def running(call: Call) -> None:
 
 async def show(call: Call) -> None:
     """Whatever name it is given: there is one model, which any name means."""
-    await call.read_body(_SHOW)
+    await call.read_body(_SHOW, of_any_type=True)
     service = call.service
     facts, template, family = service.facts, service.template, service.model_type
     sees, thinks = _abilities(service)

@@ -216,6 +216,10 @@ def _content(given: str | list[dict[str, Any]], place: str, words: PictureWords 
                 parts.append(ImagePart(url))
             case "input_file" | "input_audio" as kind:
                 raise UnsupportedError(where, f"`{where}` has the type `{kind}`, which is not supported")
+            case "image" | "image_url" as kind:  # of other APIs: left out, the answer would be about nothing
+                raise UnsupportedError(
+                    where, f"`{where}` has the type `{kind}`: a picture has the type `input_image` here"
+                )
             case kind:
                 note(f"content.{kind}")
     return as_content(parts)

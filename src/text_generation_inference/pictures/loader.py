@@ -323,8 +323,10 @@ class PictureLoader:
             check_size(*source.size, self._max_pixels)
             try:
                 image = to_rgb(source.copy())
-            except OSError as error:  # of one that was opened only: its pixels are read now
-                raise ValidationError(f"Failed to read image data: {error}") from None
+            except ValidationError:
+                raise
+            except Exception as error:  # of one that was opened only: its pixels are read now, if it is still open
+                raise ValidationError(f"Failed to read image data: {str(error) or 'the picture is closed'}") from None
             return _Pixels(image.size, image.tobytes())
         if isinstance(source, bytearray | memoryview):
             source = bytes(source)

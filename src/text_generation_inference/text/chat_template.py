@@ -8,7 +8,7 @@ messages are plain dicts here.
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
@@ -18,6 +18,9 @@ from text_generation_inference.text.template_files import parse_templates, read_
 from text_generation_inference.text.template_process import Rendering, TemplateProcess, encode_job, shared_process
 from text_generation_inference.text.template_rendering import Conversation, Templates
 
+# Whose messages are read as whose; all others as a user's.
+_FORMS_OF = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
+
 
 class BrokenTemplate(TemplateError):
     """The template `name` does not compile."""
@@ -25,6 +28,13 @@ class BrokenTemplate(TemplateError):
     def __init__(self, name: str, text: str) -> None:
         super().__init__(text)
         self.name = name
+
+
+class ContentForms(NamedTuple):
+    """The forms in which a template shows what a message says."""
+
+    text: bool
+    parts: bool  # `[{"type": "text", "text": ...}]`
 
 
 class ChatTemplate:
@@ -49,7 +59,8 @@ class ChatTemplate:
         given = {role: text for role, text in tokens.items() if text is not None}
         self._templates = msgspec.Raw(msgspec.json.encode(Templates(self._sources, given)))
         self._names: Mapping[str, list[str]] = {}
-        self._picture_markers: dict[str, bool] = {}  # what was found out
+        self._content_forms: dict[str, ContentForms] = {}  # what was found out, by role
+        self._picture_markers: dict[str, bool] = {}
         self.process = process or shared_process()
         if self._sources:
             compiled = self.process.exchange(encode_job(self._templates, None))
@@ -116,9 +127,10 @@ class ChatTemplate:
     def _shows_call(self, content: str | None) -> bool:
         name = "a_probe_of_calls"
         call: dict[str, Any] = {"id": "123456789", "type": "function", "function": {"name": name, "arguments": {}}}
-        message: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": [call]}
+        said = None if content is None else self._say("assistant", content)["content"]
+        message: dict[str, Any] = {"role": "assistant", "content": said, "tool_calls": [call]}
         try:
-            return name in self.render([{"role": "user", "content": "x"}, message])
+            return name in self.render([self._say("user", "x"), message])
         except TemplateError:
             return False
 
@@ -126,28 +138,44 @@ class ChatTemplate:
     def takes_later_system(self) -> bool:
         """Whether words of the system between other turns are shown, and in their place."""
         asked, told = "a probe of users", "a probe of the system"
-        messages = [
-            {"role": "system", "content": "x"},
-            {"role": "user", "content": asked},
-            {"role": "system", "content": told},
-            {"role": "assistant", "content": "y"},
-            {"role": "user", "content": "z"},
-        ]
+        turns = [("system", "x"), ("user", asked), ("system", told), ("assistant", "y"), ("user", "z")]
         try:
-            shown = self.render(messages)
+            shown = self.render([self._say(role, text) for role, text in turns])
         except TemplateError:
             return False
         return shown.count(told) == 1 and shown.find(told) > shown.find(asked) >= 0
 
-    @cached_property
-    def reads_content_parts(self) -> bool:
-        """Whether a message's content may be a list of parts; else the caller has to make it one text."""
-        probe = "a probe of parts"
+    def content_forms(self, role: str) -> ContentForms:
+        """What the content of a message may be, by the role it has: the caller has to put others into such a form.
+
+        Templates of models that see often read parts alone, and show nothing of a text; some read parts of users and
+        texts of the system.
+        """
+        role = _FORMS_OF.get(role, "user")
+        if role not in self._content_forms:
+            found = ContentForms(self._shows(role, as_parts=False), self._shows(role, as_parts=True))
+            if role != "user" and not any(found):  # it knows no such role
+                found = self.content_forms("user")
+            self._content_forms[role] = found
+        return self._content_forms[role]
+
+    def _shows(self, role: str, as_parts: bool) -> bool:
+        probe = "a probe of contents"
+        message = {"role": role, "content": [{"type": "text", "text": probe}] if as_parts else probe}
+        messages: list[dict[str, Any]] = [message]
+        if role != "user":
+            asked = self._say("user", "x")
+            messages = [message, asked] if role == "system" else [asked, message, asked]
         try:
-            shown = self.render([{"role": "user", "content": [{"type": "text", "text": probe}]}])
+            shown = self.render(messages)
         except TemplateError:
             return False
         return probe in shown and "'type'" not in shown and '"type"' not in shown
+
+    def _say(self, role: str, text: str) -> dict[str, Any]:
+        """A message in a form that is shown."""
+        forms = self.content_forms(role)
+        return {"role": role, "content": [{"type": "text", "text": text}] if forms.parts and not forms.text else text}
 
     def writes_pictures(self, marker: str) -> bool:
         """Whether a part `{"type": "image"}` becomes this text; else the caller has to put a text in its place."""
@@ -162,7 +190,9 @@ class ChatTemplate:
 
     def probe(self) -> None:
         """Find out now what is otherwise found out when it is first asked, which waits for the process."""
-        _ = self.reads_content_parts, self.needs_null_content, self.takes_later_system
+        for role in _FORMS_OF:
+            self.content_forms(role)
+        _ = self.needs_null_content, self.takes_later_system
 
     def job(
         self,

@@ -18,7 +18,8 @@ TOOL_PROMPT = (
     "name and its value}.Do not use variables.\n"
 )
 
-_PICTURE_KEYS = ("image", "url", "path", "image_url")
+_PICTURE_KEYS = ("image", "url", "path", "base64", "image_url")
+_PICTURES, _VIDEOS = ("image", "image_url"), ("video", "video_url")
 _VIDEO_KEYS = ("video", "video_url", "url", "path")
 # As TGI, the server tells the role in every chunk of a stream; OpenAI's Python client adds all of them up and sends the
 # sum back with the message.
@@ -41,15 +42,22 @@ def normalise_messages(
 ) -> list[dict[str, Any]]:
     """Contents as text and the arguments of calls as objects.
 
-    With `template`, in the form it reads best: text is one part where it knows parts, calls become text where it shows
-    none, a developer is the system where it knows none, and a message that only calls has the empty content the
-    template asks for. As in TGI all parts are one text: a template may read the first part alone.
+    With `template`, in the form it reads best: text is one part where it reads parts alone, calls become text where it
+    shows none, a developer is the system where it knows none, and a message that only calls has the empty content the
+    template asks for. As in TGI all parts are one text: a template may read the first part alone, or no list.
 
     `show` is called for each picture, in order, with where it is, and gives the text that stands for it; None leaves a
     part `{"type": "image"}` to the template. Without it a picture is its address in Markdown, as in TGI: for a model
     that does not see, a template's mark would stand for nothing.
     """
     return [_normalise(message, template, show) for message in messages]
+
+
+def text_of(content: object) -> str:
+    """What a content says, whichever form it has."""
+    if not isinstance(content, list):
+        return str(content or "")
+    return "".join(str(part.get("text", "")) for part in cast(list[dict[str, Any]], content))
 
 
 def append_tool_prompt(
@@ -77,19 +85,31 @@ def append_tool_prompt(
 
 
 def _normalise(message: Mapping[str, Any], template: ChatTemplate | None, show: Show) -> dict[str, Any]:
+    result = _with_text(message, template, show)
+    content: object = result.get("content")
+    if template is not None and isinstance(content, str):
+        forms = template.content_forms(str(result.get("role")))
+        if forms.parts and not forms.text:
+            result["content"] = [{"type": "text", "text": content}]
+    return result
+
+
+def _with_text(message: Mapping[str, Any], template: ChatTemplate | None, show: Show) -> dict[str, Any]:
+    """Contents as one text, or as parts where pictures are among them."""
+    _check(message, Mapping, "a message", "an object")
     result = dict(message)
     if _REPEATED_ASSISTANT.fullmatch(str(result.get("role"))):
         result["role"] = "assistant"
     if result.get("role") == "developer" and template is not None and not template.knows_developers:
         result["role"] = "system"
     content: object = result.get("content")
+    if content is not None:
+        _check(content, (str, list, tuple), "`content`", "a text or a list of parts")
     text = content if isinstance(content, str) else ""
     if isinstance(content, list | tuple):
         parts = _join_parts(cast(Sequence[Mapping[str, Any]], content), show)
         text = "".join(part["text"] for part in parts if part["type"] == "text")
-        reads_parts = template is not None and template.reads_content_parts
-        has_pictures = any(part["type"] == "image" for part in parts)
-        result["content"] = parts if (reads_parts or has_pictures) and content else text
+        result["content"] = parts if any(part["type"] == "image" for part in parts) else text
     calls: object = result.get("tool_calls")
     if not calls:
         result.pop("tool_calls", None)
@@ -109,8 +129,9 @@ def _join_parts(content: Iterable[Mapping[str, Any]], show: Show) -> list[dict[s
     """Pictures that are left to the template, and all text between two of them as one part."""
     parts: list[dict[str, str]] = []
     for part in content:
+        _check(part, Mapping, "a part of `content`", "an object")
         source = picture_of(part)
-        text = str(part.get("text", "")) if source is None else show(source)
+        text = str(part.get("text") or "") if source is None else show(source)
         if text is None:
             parts.append({"type": "image"})
         elif parts and parts[-1]["type"] == "text":
@@ -122,13 +143,27 @@ def _join_parts(content: Iterable[Mapping[str, Any]], show: Show) -> list[dict[s
 
 def picture_of(part: Mapping[str, Any]) -> Any:
     """Where a part's picture or video is, or what it is, if the part is one: in OpenAI's words or in transformers'."""
-    if part.get("type") in ("video", "video_url"):
+    kind = part.get("type", next((name for name in ("text", "image_url") if name in part), "image"))
+    if kind in _VIDEOS:
         return _video_of(part)
-    names = _PICTURE_KEYS if part.get("type") == "image" else _PICTURE_KEYS[-1:]
-    source: object = next((part[name] for name in names if part.get(name) is not None), None)
-    if source is None and part.get("type") in ("image", "image_url"):
+    if kind not in _PICTURES:
+        if kind != "text":  # nothing of it would be shown
+            known = ", ".join(("text", *_PICTURES, *_VIDEOS))
+            raise ValidationError(f"`messages` holds a part of type {kind!r}; known: {known}")
+        return None
+    names = _PICTURE_KEYS if kind == "image" else _PICTURE_KEYS[-1:]
+    name = next((name for name in names if part.get(name) is not None), None)
+    if name is None:
         raise ValidationError("`messages` holds an image that is not there: `image` or `image_url` is missing")
+    source: object = part[name]
+    if name == "base64":
+        return f"data:;base64,{source}"
     return cast(Mapping[str, Any], source).get("url", "") if isinstance(source, Mapping) else source
+
+
+def _check(value: object, kinds: type | tuple[type, ...], what: str, meant: str) -> None:
+    if not isinstance(value, kinds):
+        raise ValidationError(f"`messages`: {what} must be {meant}. Given: {type(value).__name__}")
 
 
 def _video_of(part: Mapping[str, Any]) -> VideoSource:
