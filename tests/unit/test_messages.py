@@ -181,6 +181,30 @@ def test_empty_content_is_what_the_template_asks_for() -> None:
     assert null_only.needs_null_content
     assert normalise_messages(messages, null_only)[1]["content"] is None
     assert '"name": "f"' in null_only.render(normalise_messages(messages, null_only))
+    for content in ("", []):  # as some clients say that there is none
+        given = [messages[0], {**messages[1], "content": content}]
+        assert normalise_messages(given, null_only) == normalise_messages(messages, null_only)
+
+
+# As DeepSeek's own templates do: V3 and R1 where the content is none, V3.1 in any case.
+JOINED = """{% for m in messages %}{% if m.tool_calls is defined and CONDITION %}{% for c in m.tool_calls %}
+{{ '<call>' + c.function.name + '<sep>' + c.function.arguments + '</call>' }}{% endfor %}
+{% else %}{{ m.content }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("condition", ["m.content is none", "true"])
+def test_arguments_are_text_where_the_template_joins_it(condition: str) -> None:
+    joins = ChatTemplate(JOINED.replace("CONDITION", condition))
+    assert joins.needs_argument_text and joins.needs_null_content == (condition != "true")
+    calls = [call('{"b":  "é"}'), call({"a": ["é"]}), call(None)]
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    before = copy.deepcopy(messages)
+    shown = joins.render(normalise_messages(messages, joins))
+    assert shown.replace("\n", "") == (
+        'x<call>f<sep>{"b":  "é"}</call><call>f<sep>{"a": ["é"]}</call><call>f<sep>{}</call>'
+    )
+    assert messages == before
+    assert not any(template(name).needs_argument_text for name in ("qwen3_thinking", "deepseek_r1", "gpt_oss", "yi"))
 
 
 def test_tool_prompt_as_tgi() -> None:

@@ -108,15 +108,27 @@ class ChatTemplate:
         """Whether a template has words for messages of a developer; else they are the system's."""
         return any("developer" in text for text in self._sources.values())
 
-    @cached_property
+    @property
     def needs_null_content(self) -> bool:
         """Whether calls are shown only in messages whose content is None, not in those where it is empty."""
-        return not self._shows_call("") and self._shows_call(None)
+        return self._call_needs[0]
 
-    def _shows_call(self, content: str | None) -> bool:
+    @property
+    def needs_argument_text(self) -> bool:
+        """Whether calls are shown only where their arguments are text, as DeepSeek has it."""
+        return self._call_needs[1]
+
+    @cached_property
+    def _call_needs(self) -> tuple[bool, bool]:
+        """The first way in which a call is shown: whether with a content that is None, and with arguments as text."""
+        ways = ((False, False), (True, False), (False, True), (True, True))
+        return next((way for way in ways if self._shows_call(*way)), ways[0])
+
+    def _shows_call(self, null_content: bool, argument_text: bool) -> bool:
         name = "a_probe_of_calls"
-        call: dict[str, Any] = {"id": "123456789", "type": "function", "function": {"name": name, "arguments": {}}}
-        message: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": [call]}
+        function: dict[str, Any] = {"name": name, "arguments": "{}" if argument_text else {}}
+        call: dict[str, Any] = {"id": "123456789", "type": "function", "function": function}
+        message: dict[str, Any] = {"role": "assistant", "content": None if null_content else "", "tool_calls": [call]}
         try:
             return name in self.render([{"role": "user", "content": "x"}, message])
         except TemplateError:

@@ -42,8 +42,9 @@ def normalise_messages(
     """Contents as text and the arguments of calls as objects.
 
     With `template`, in the form it reads best: text is one part where it knows parts, calls become text where it shows
-    none, a developer is the system where it knows none, and a message that only calls has the empty content the
-    template asks for. As in TGI all parts are one text: a template may read the first part alone.
+    none, their arguments are text where it joins that to other text, a developer is the system where it knows none, and
+    a message that only calls has the empty content the template asks for. As in TGI all parts are one text: a template
+    may read the first part alone.
 
     `show` is called for each picture, in order, with where it is, and gives the text that stands for it; None leaves a
     part `{"type": "image"}` to the template. Without it a picture is its address in Markdown, as in TGI: for a model
@@ -96,11 +97,12 @@ def _normalise(message: Mapping[str, Any], template: ChatTemplate | None, show: 
         if content is None:
             result["content"] = ""
         return result
-    result["tool_calls"] = [_normalise_call(call) for call in cast(Sequence[Mapping[str, Any]], calls)]
+    as_text = template is not None and template.needs_argument_text
+    result["tool_calls"] = [_normalise_call(call, as_text) for call in cast(Sequence[Mapping[str, Any]], calls)]
     if template is not None and not template.shows_tool_calls:
         lines = [text] if text else []
         result["content"] = "\n".join([*lines, *(_call_text(call) for call in result["tool_calls"])])
-    elif content is None:
+    elif not result.get("content"):
         result["content"] = None if template is not None and template.needs_null_content else ""
     return result
 
@@ -143,11 +145,13 @@ def _video_of(part: Mapping[str, Any]) -> VideoSource:
     return VideoSource([source], is_animation=True, fps=part.get("fps"))
 
 
-def _normalise_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _normalise_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
     function = dict(cast(Mapping[str, Any], call.get("function") or {}))
     arguments: object = function.pop("parameters", None)
     arguments = function.get("arguments", arguments)
-    if isinstance(arguments, str):
+    if as_text and not isinstance(arguments, str):
+        arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+    elif isinstance(arguments, str) and not as_text:
         try:
             value: object = json.loads(arguments)
         except (ValueError, RecursionError):
