@@ -149,7 +149,7 @@ def test_embedded_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     FakePackage(monkeypatch, path)
     monkeypatch.setattr(embedded, "check_embedded", lambda _: None)
     first = resolve_model("embedded", tmp_path / "cache")
-    assert first.path.name == "SmolLM2-135M-Instruct.Q4_1-b179c9523d0e6a0f-v4" and first.sha == embedded.SHA256
+    assert first.path.name == "SmolLM2-135M-Instruct.Q4_1-b179c9523d0e6a0f-v5" and first.sha == embedded.SHA256
     path.unlink()
     assert resolve_model("embedded", tmp_path / "cache").note == f"reused converted weights in {first.path}"
 
