@@ -271,5 +271,7 @@ def _named_token(file: GgufFile, name: str, tokens: list[str]) -> str | None:
     if key not in file.metadata:
         return None
     if (index := file.integer(key)) >= len(tokens):
+        if name == "padding":
+            return None  # as in the config
         file.fail(f"`{key}` is {index}, but the tokenizer has {len(tokens)} tokens")
     return tokens[index]
