@@ -645,6 +645,21 @@ def test_half_a_pair_of_surrogates_is_replaced(call: str, expected: tuple[str, s
     assert collect(HERMES, [f"<tool_call>{call}</tool_call>"]) == ("", [expected])
 
 
+@pytest.mark.parametrize("family", ["hermes", "args", "mistral", "deepseek", "kimi", "llama3", "json"])
+def test_line_breaks_within_strings_become_json(family: str) -> None:
+    """Code and letters are full of them, and models do not always write them as JSON has them."""
+    code = 'def f():\n\treturn ""\r\n\x00é'
+    written = json.dumps({"code": code, "of": [code]}, ensure_ascii=False, indent=1)
+    as_they_are = written.replace("\\n", "\n").replace("\\t", "\t").replace("\\r", "\r").replace("\\u0000", "\x00")
+    assert as_they_are != written
+    for size in (1, 2, 7, 1000):
+        text = write_call(family, "f", as_they_are)
+        content, calls = collect(FORMATS[family], [text[i : i + size] for i in range(0, len(text), size)])
+        assert (content, calls) == ("", [("f", written)])
+    text = f'<tool_call>{{"arguments": {as_they_are}, "name": "f"}}</tool_call>'
+    assert collect(HERMES, [text]) == ("", [("f", written)])
+
+
 def test_odd_types_in_schemas_are_passed_over() -> None:
     schema = {"properties": {"a": {"type": [{}, "string", None]}, "b": {"type": [{}]}}}
     call = "<tool_call><function=f><parameter=a>1</parameter><parameter=b>2</parameter></function></tool_call>"

@@ -4,8 +4,9 @@ On the way out, behind detokenising and stop strings. What is no call is content
 calls. How the text is cut into pieces makes no difference to what comes out in all.
 
 A call is announced as soon as its function is known and its arguments begin; from then on the arguments are passed on
-as the model writes them. What looked like a call and turns out before that point not to be one becomes content. A call
-that a limit cuts off is told as far as it came, and never as content.
+as the model writes them, but for line breaks within strings, which are escaped. What looked like a call and turns out
+before that point not to be one becomes content. A call that a limit cuts off is told as far as it came, and never as
+content.
 """
 
 import json
