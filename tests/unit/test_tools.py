@@ -340,6 +340,12 @@ CASES: list[tuple[str, str, Result]] = [
         f'<|tool_call|>[{{"name": "get_weather", "arguments": {KOELN}}}, {{"name": "f", "arguments": {{}}}}]<|/tool_call|>',
         ("", [WEATHER, ("f", "{}")]),
     ),
+    (
+        "tagged_list",
+        f'Yes.\n<tool_call>[{{"name": "get_weather", "arguments": {KOELN}}}, {{"name": "f"}}]</tool_call>',
+        ("Yes.", [WEATHER, ("f", "{}")]),
+    ),  # Granite 3.1
+    ("tagged_list", '<tool_call>[{"name": "f", "arguments": {}}]', ("", [("f", "{}")])),
     ("tagged_list", "Write <|tool_call|> and a list.", ("Write <|tool_call|> and a list.", [])),
     # -- Seed-OSS, MiniMax, DeepSeek V3.2
     (
