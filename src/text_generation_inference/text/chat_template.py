@@ -122,17 +122,29 @@ class ChatTemplate:
     def _call_needs(self) -> tuple[bool, bool]:
         """The first way in which a call is shown: whether with a content that is None, and with arguments as text."""
         ways = ((False, False), (True, False), (False, True), (True, True))
-        return next((way for way in ways if self._shows_call(*way)), ways[0])
+        return next((way for way in ways if self._shows_calls([1], *way)), ways[0])
 
-    def _shows_call(self, null_content: bool, argument_text: bool) -> bool:
-        name = "a_probe_of_calls"
-        function: dict[str, Any] = {"name": name, "arguments": "{}" if argument_text else {}}
-        call: dict[str, Any] = {"id": "123456789", "type": "function", "function": function}
-        message: dict[str, Any] = {"role": "assistant", "content": None if null_content else "", "tool_calls": [call]}
+    @cached_property
+    def needs_single_calls(self) -> bool:
+        """Whether a message may hold one call and no more: Llama 3's templates refuse others, GPT-OSS's shows one."""
+        return not self._shows_calls([2], *self._call_needs) and self._shows_calls([1, 1], *self._call_needs)
+
+    def _shows_calls(self, counts: Sequence[int], null_content: bool, argument_text: bool) -> bool:
+        """Whether messages with so many calls each are shown with all of them."""
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
+        names: list[str] = []
+        for count in counts:
+            calls: list[dict[str, Any]] = []
+            for _ in range(count):
+                names.append(f"a_probe_of_calls_{len(names)}")
+                function: dict[str, Any] = {"name": names[-1], "arguments": "{}" if argument_text else {}}
+                calls.append({"id": "123456789", "type": "function", "function": function})
+            messages.append({"role": "assistant", "content": None if null_content else "", "tool_calls": calls})
         try:
-            return name in self.render([{"role": "user", "content": "x"}, message])
+            shown = self.render(messages)
         except TemplateError:
             return False
+        return all(name in shown for name in names)
 
     @cached_property
     def takes_later_system(self) -> bool:
@@ -174,7 +186,7 @@ class ChatTemplate:
 
     def probe(self) -> None:
         """Find out now what is otherwise found out when it is first asked, which waits for the process."""
-        _ = self.reads_content_parts, self.needs_null_content, self.takes_later_system
+        _ = self.reads_content_parts, self.needs_single_calls, self.takes_later_system
 
     def job(
         self,
