@@ -175,6 +175,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "encoder": ("T5", {"architectures": ["T5ForConditionalGeneration"]}, "encoder-decoder: each token attends over"),
     "unlisted encoder": ("LED", {"is_encoder_decoder": True}, "it is an encoder-decoder"),
     "images": ("Llava", {"architectures": ["LlavaForX"], "vision_config": {}}, "it reads images"),
+    "images without a tower": ("Fuyu", {}, "it reads more than text"),
+    "the text of a model that sees": (
+        "Gemma4",
+        {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": SIZES},
+        "it reads more than text",
+    ),
     "no causal model": ("Bert", {"architectures": ["BertForMaskedLM"]}, "has no such causal language model"),
     "remote code": ("Frob", {"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "run only with --trust-remote-code"),
     "code of nothing": ("Frob", {"auto_map": {"AutoConfig": "x.Y"}}, "has no such causal language model"),

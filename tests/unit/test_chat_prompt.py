@@ -74,8 +74,8 @@ def test_effort_turns_thinking_on_and_off() -> None:
 def test_thoughts_are_sent_back_under_any_name() -> None:
     for name in ("reasoning_content", "reasoning", "thinking"):
         message = {"role": "assistant", "content": "Yes.", name: "Hm."}
-        source = "{{ messages[1].reasoning_content }} {{ messages[1].thinking }}"
-        assert render_by(source, HI, message, HI) == "Hm. Hm."
+        source = "{{ messages[1].reasoning_content }} {{ messages[1].thinking }} {{ messages[1].tool_plan }}"
+        assert render_by(source, HI, message, HI) == "Hm. Hm. Hm."
     odd = {"role": "assistant", "content": "Yes.", "reasoning": {"effort": 1}, "thinking": None}
     assert render_by("{{ messages[1].reasoning_content }}|", HI, odd, HI) == "|"
 

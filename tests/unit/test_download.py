@@ -136,7 +136,7 @@ def test_pickles_only(hub: Hub, tmp_path: Path) -> None:
 
 def test_no_config(hub: Hub, tmp_path: Path) -> None:
     hub.files = {"model.Q4_0.gguf": b"GGUF", "notes.json": b"{}"}
-    with pytest.raises(ModelFormatError, match=r"has no config\.json.*GGUF files, download one"):
+    with pytest.raises(ModelFormatError, match=r"has no config\.json.*GGUF files of the hub"):
         fetch(hub, tmp_path)
 
 

@@ -221,4 +221,4 @@ def test_folder_name_follows_the_file(tmp_path: Path) -> None:
     path.write_bytes(content)
     os.utime(path, ns=(0, 1))
     assert len({first, touched, probe_digest(path)}) == 3
-    assert cache_folder(tmp_path, "../My Model", "0123456789abcdef99").name == "_My_Model-0123456789abcdef-v4"
+    assert cache_folder(tmp_path, "../My Model", "0123456789abcdef99").name == "_My_Model-0123456789abcdef-v5"

@@ -119,6 +119,16 @@ def test_config(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("token", [len(tiny_gguf.TOKENS), 2**32 - 1])
+def test_a_padding_token_that_is_not_there_is_none(tmp_path: Path, token: int) -> None:
+    path = tiny_gguf.write(tmp_path / "m.gguf", tiny_gguf.metadata({"tokenizer.ggml.padding_token_id": token}))
+    convert_gguf(path, tmp_path / "out")
+    names = ("config.json", "generation_config.json", "tokenizer_config.json")
+    said = {name: json.loads((tmp_path / "out" / name).read_text()) for name in names}
+    assert said["config.json"]["pad_token_id"] is None
+    assert "pad_token_id" not in said["generation_config.json"] and "pad_token" not in said["tokenizer_config.json"]
+
+
 def test_equal_heads_in_every_layer(tmp_path: Path) -> None:
     changes = {"llama.attention.head_count": [4, 4], "llama.attention.head_count_kv": [2, 2]}
     assert config_of(tmp_path, changes)["num_key_value_heads"] == 2

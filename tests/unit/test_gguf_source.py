@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import tiny_gguf
 
+from text_generation_inference.config import ServerConfig
 from text_generation_inference.errors import ModelFormatError, ModelNotFoundError
+from text_generation_inference.launch.check import check_model
 from text_generation_inference.weights import download, embedded
 from text_generation_inference.weights.source import resolve_model
 
@@ -30,6 +32,7 @@ def test_gguf_file_of_another_name(tmp_path: Path) -> None:
 
 def test_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
     tiny_gguf.write(tmp_path / "ignored.gguf")
     found = resolve_model(str(tmp_path), tmp_path / "cache")
     assert found.path == tmp_path and not (tmp_path / "cache").exists()
@@ -45,6 +48,20 @@ def test_folder_with_two_gguf_files(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     with pytest.raises(ModelFormatError, match=r"holds 2 GGUF files \(a\.gguf, b\.gguf\)\. Give the path of one"):
         resolve_model(str(tmp_path), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("beside", ["mmproj-model-f16.gguf", "tiny.mmproj-Q8_0.gguf"])
+def test_folder_as_it_is_downloaded(tmp_path: Path, beside: str) -> None:
+    """With the tower of a model that sees, and a config.json that says next to nothing."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    expected = resolve_model(str(tiny_gguf.write(folder / "tiny.gguf")), tmp_path / "cache").path
+    (folder / beside).touch()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    assert resolve_model(str(folder), tmp_path / "cache").path == expected
+    assert check_model(ServerConfig(model_id=str(folder))).is_supported
+    (folder / "model.safetensors").touch()
+    assert resolve_model(str(folder), tmp_path / "cache").path == folder
 
 
 def write_parts(folder: Path, numbers: tuple[int, int] = (0, 1)) -> list[Path]:
@@ -108,6 +125,17 @@ def test_path_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert form in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "name", ["org/tiny-GGUF:Q4_K_M", "org/tiny-GGUF/tiny-Q4_K_M.gguf", "hf.co/org/tiny-GGUF:Q8_0", "tiny-GGUF:Q8_0"]
+)
+def test_gguf_file_of_the_hub_as_other_tools_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(download, "download_model", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(ModelNotFoundError, match=r"GGUF files of the hub .* `hf download OWNER/NAME FILE\.gguf"):
+        resolve_model(name, tmp_path)
+
+
 class FakePackage:
     """Stands for the installed distribution that carries the model."""
 
@@ -149,7 +177,7 @@ def test_embedded_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     FakePackage(monkeypatch, path)
     monkeypatch.setattr(embedded, "check_embedded", lambda _: None)
     first = resolve_model("embedded", tmp_path / "cache")
-    assert first.path.name == "SmolLM2-135M-Instruct.Q4_1-b179c9523d0e6a0f-v4" and first.sha == embedded.SHA256
+    assert first.path.name == "SmolLM2-135M-Instruct.Q4_1-b179c9523d0e6a0f-v5" and first.sha == embedded.SHA256
     path.unlink()
     assert resolve_model("embedded", tmp_path / "cache").note == f"reused converted weights in {first.path}"
 

@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import tiny_gguf
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from text_generation_inference.errors import ModelFormatError, ModelNotFoundError
+from text_generation_inference.text.chat_template import ChatTemplate
 from text_generation_inference.weights.convert import convert_gguf
 from text_generation_inference.weights.embedded import find_embedded
 from text_generation_inference.weights.gguf import GgufFile
@@ -274,6 +276,25 @@ def test_phi3_drops_space_between_turns(tmp_path: Path) -> None:
     tokenizer = read_tokenizer(GgufFile.open(path), len(SPM_TOKENS + SPM_PIECES))
     tokens = [tokenizer.id_to_token(each) for each in tokenizer.encode("</s> \n<s> a", add_special_tokens=False).ids]
     assert tokens == ["</s>", "<s>", "▁", "▁", "a"]
+
+
+def test_templates_by_name(tmp_path: Path) -> None:
+    """As llama.cpp's converter writes them: a key for each, and a list of their names."""
+    path, writer = tmp_path / "named.gguf", gguf.GGUFWriter(tmp_path / "named.gguf", "llama")
+    templates = [{"name": name, "template": f"{name}: {{{{ tools }}}}"} for name in ("default", "rag", "tool_use")]
+    writer.add_chat_template(templates)
+    kept = {key: field.value for key, field in writer.kv_data[0].items() if "chat_template" in key}
+    file = GgufFile.open(tiny_gguf.write(path, tiny_gguf.metadata(kept)))
+    assert read_tokenizer_config(file, 256)["chat_template"] == templates
+    convert_gguf(path, tmp_path / "out")
+    loaded = ChatTemplate.load(tmp_path / "out")
+    assert loaded.render([{"role": "user", "content": "x"}], tools=[{}]) == "tool_use: [{}]"
+    assert loaded.render([{"role": "user", "content": "x"}]).startswith("default")
+    without = GgufFile.open(tiny_gguf.write(tmp_path / "x.gguf", tiny_gguf.metadata({"tokenizer.chat_template": None})))
+    assert "chat_template" not in read_tokenizer_config(without, 256)
+    wrong = GgufFile.open(tiny_gguf.write(tmp_path / "y.gguf", tiny_gguf.metadata({"tokenizer.chat_template.rag": 3})))
+    with pytest.raises(ModelFormatError, match=r"`tokenizer.chat_template.rag` should be a string"):
+        read_tokenizer_config(wrong, 256)
 
 
 def test_sentencepiece_agrees_with_transformers(tmp_path: Path) -> None:

@@ -237,6 +237,64 @@ def test_empty_content_is_what_the_template_asks_for() -> None:
     assert null_only.needs_null_content
     assert normalise_messages(messages, null_only)[1]["content"] is None
     assert '"name": "f"' in null_only.render(normalise_messages(messages, null_only))
+    for content in ("", []):  # as some clients say that there is none
+        given = [messages[0], {**messages[1], "content": content}]
+        assert normalise_messages(given, null_only) == normalise_messages(messages, null_only)
+
+
+# As DeepSeek's own templates do: V3 and R1 where the content is none, V3.1 in any case.
+JOINED = """{% for m in messages %}{% if m.tool_calls is defined and CONDITION %}{% for c in m.tool_calls %}
+{{ '<call>' + c.function.name + '<sep>' + c.function.arguments + '</call>' }}{% endfor %}
+{% else %}{{ m.content }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("condition", ["m.content is none", "true"])
+def test_arguments_are_text_where_the_template_joins_it(condition: str) -> None:
+    joins = ChatTemplate(JOINED.replace("CONDITION", condition))
+    assert joins.needs_argument_text and joins.needs_null_content == (condition != "true")
+    calls = [call('{"b":  "é"}'), call({"a": ["é"]}), call(None)]
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    before = copy.deepcopy(messages)
+    shown = joins.render(normalise_messages(messages, joins))
+    assert shown.replace("\n", "") == (
+        'x<call>f<sep>{"b":  "é"}</call><call>f<sep>{"a": ["é"]}</call><call>f<sep>{}</call>'
+    )
+    assert messages == before
+    assert not any(template(name).needs_argument_text for name in ("qwen3_thinking", "deepseek_r1", "gpt_oss", "yi"))
+
+
+SINGLE = """{% for m in messages %}{% if m.tool_calls %}
+{% if m.tool_calls | length != 1 %}{{ raise_exception('single tool-calls alone') }}{% endif %}
+{{ '(' + m.content + '|' + m.tool_calls[0].function.name + ')' }}{% else %}
+{{ '(' + m.role + '|' + m.content + ')' }}{% endif %}{% endfor %}"""
+
+
+def test_each_call_has_a_message_where_one_may_hold_no_more() -> None:
+    """As in the templates of Llama 3, whose models write several all the same, and of GPT-OSS."""
+
+    def shown(ids: list[str], results: list[str]) -> str:
+        calls = [{**call({}, name=f"f{number}"), "id": name} for number, name in enumerate(ids)]
+        messages = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "So:", "tool_calls": calls},
+            *({"role": "tool", "tool_call_id": name, "content": f"r{n}"} for n, name in enumerate(results)),
+            {"role": "user", "content": "y"},
+        ]
+        before = copy.deepcopy(messages)
+        text = single.render(normalise_messages(messages, single)).replace("\n", "")
+        assert messages == before
+        return text.removeprefix("(user|x)").removesuffix("(user|y)")
+
+    single = ChatTemplate(SINGLE)
+    assert shown(["a", "b"], ["a", "b"]) == "(So:|f0)(tool|r0)(|f1)(tool|r1)"
+    assert shown(["a", "b"], ["b", "a"]) == "(So:|f0)(tool|r1)(|f1)(tool|r0)"
+    assert shown(["a", "b", "c"], ["b"]) == "(So:|f0)(|f1)(tool|r0)(|f2)"
+    assert shown(["a", "a"], ["a", "c"]) == "(So:|f0)(tool|r0)(|f1)(tool|r1)"
+    assert shown(["a"], ["a"]) == "(So:|f0)(tool|r0)"
+    for name in ("llama31_tools", "gpt_oss"):
+        assert template(name).needs_single_calls, name
+    for name in ("qwen3_thinking", "mistral_v3_tools", "deepseek_r1", "yi", "command_r_tool_use"):
+        assert not template(name).needs_single_calls, name
 
 
 def test_tool_prompt_as_tgi() -> None:

@@ -19,6 +19,8 @@ LLAMA3 = "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|
 GEMMA = "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
 PHI3 = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
 COHERE = "{% for m in messages %}<|START_OF_TURN_TOKEN|>{{ m.content }}<|END_OF_TURN_TOKEN|>{% endfor %}"
+IDEFICS = "{% for m in messages %}{{ m.role }}: {{ m.content }}<end_of_utterance>\n{% endfor %}Assistant:"
+NEMOTRON = "<extra_id_0>System\n{% for m in messages %}<extra_id_1>{{ m.role }}\n{{ m.content }}\n{% endfor %}"
 WITH_EOS = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
 HARMONY = (
     "{% for m in messages %}<|start|>{{ m.role }}<|channel|>final<|message|>{{ m.content }}"
@@ -121,6 +123,23 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], set[str]]] = {
         ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
         {"generation_config": {"eos_token_id": [1, 2, 3]}, "tokenizer_config": {"eos_token": "<|eot_id|>"}},
         {"<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"},
+    ),
+    "idefics3, which kept the list of its base": (
+        ["<|end_of_text|>", "<|eot_id|>", "<end_of_utterance>"],
+        {
+            "generation_config": {"eos_token_id": [1, 2]},
+            "tokenizer_config": {"eos_token": "<|eot_id|>"},
+            "chat_template": {"chat_template": IDEFICS},
+        },
+        {"<|end_of_text|>", "<|eot_id|>", "<end_of_utterance>"},
+    ),
+    "nemotron": (
+        ["</s>", "<extra_id_0>", "<extra_id_1>"],
+        {
+            "generation_config": {"eos_token_id": 1},
+            "tokenizer_config": {"eos_token": "</s>", "chat_template": NEMOTRON},
+        },
+        {"</s>", "<extra_id_1>"},
     ),
     "cohere": (
         ["<BOS>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"],

@@ -50,6 +50,8 @@ JSON = ToolFormat("json")
 FORMATS = {"hermes": HERMES, "llama3": LLAMA, "mistral": MISTRAL, "args": ARGS, "deepseek": DEEPSEEK, "json": JSON}
 FORMATS |= {name: ToolFormat(name) for name in ("qwen_xml", "glm", "kimi", "harmony", "cohere", "tagged_list")}
 FORMATS |= {name: ToolFormat(name) for name in ("pythonic", "minimax", "dsml", "seed")}
+# Of templates that show no tools: the tool prompt asks for JSON.
+READ = FORMATS | {"asked": ToolFormat("deepseek_args", bare=True), "asked_list": ToolFormat("mistral", bare=True)}
 SCHEMAS: dict[str, Any] = {
     "get_weather": {
         "type": "object",
@@ -341,6 +343,12 @@ CASES: list[tuple[str, str, Result]] = [
         f'<|tool_call|>[{{"name": "get_weather", "arguments": {KOELN}}}, {{"name": "f", "arguments": {{}}}}]<|/tool_call|>',
         ("", [WEATHER, ("f", "{}")]),
     ),
+    (
+        "tagged_list",
+        f'Yes.\n<tool_call>[{{"name": "get_weather", "arguments": {KOELN}}}, {{"name": "f"}}]</tool_call>',
+        ("Yes.", [WEATHER, ("f", "{}")]),
+    ),  # Granite 3.1
+    ("tagged_list", '<tool_call>[{"name": "f", "arguments": {}}]', ("", [("f", "{}")])),
     ("tagged_list", "Write <|tool_call|> and a list.", ("Write <|tool_call|> and a list.", [])),
     # -- Seed-OSS, MiniMax, DeepSeek V3.2
     (
@@ -422,7 +430,7 @@ PARTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FORMATS)
+@pytest.mark.parametrize("family", READ)
 @settings(max_examples=300, deadline=None)
 @given(
     parts=st.lists(st.sampled_from(PARTS), max_size=25),
@@ -434,17 +442,17 @@ def test_cuts_make_no_difference(family: str, parts: list[str], cuts: list[int],
     text = "".join(parts)
     places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     pieces = [text[start:end] for start, end in pairwise(places)]
-    whole = collect(FORMATS[family], [text], NAMES, shape, cut_off)
-    assert collect(FORMATS[family], pieces, NAMES, shape, cut_off) == whole
-    assert collect(FORMATS[family], list(text), NAMES, shape, cut_off) == whole
+    whole = collect(READ[family], [text], NAMES, shape, cut_off)
+    assert collect(READ[family], pieces, NAMES, shape, cut_off) == whole
+    assert collect(READ[family], list(text), NAMES, shape, cut_off) == whole
 
 
-@pytest.mark.parametrize("family", FORMATS)
+@pytest.mark.parametrize("family", READ)
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=60), cut=st.integers(0, 60))
 def test_plain_text_is_untouched(family: str, text: str, cut: int) -> None:
     if not any(mark in text for mark in "{[<`"):
-        assert collect(FORMATS[family], [text[:cut], text[cut:]]) == (text, [])
+        assert collect(READ[family], [text[:cut], text[cut:]]) == (text, [])
 
 
 json_values = st.recursive(
@@ -465,7 +473,7 @@ def write_call(family: str, name: str, arguments: str) -> str:
     match family:
         case "hermes":
             return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>\n'
-        case "llama3" | "json" | "pythonic":
+        case "llama3" | "json" | "pythonic" | "asked" | "asked_list":
             return f'{{"name": "{name}", "parameters": {arguments}}}\n'
         case "mistral":
             return f'[TOOL_CALLS] [{{"name": "{name}", "arguments": {arguments}}}]'
@@ -488,7 +496,7 @@ def write_call(family: str, name: str, arguments: str) -> str:
             return f"{DS[1]}function{DS[2]}{name}\n```json\n{arguments}\n```{DS[3]}\n"
 
 
-@pytest.mark.parametrize("family", FORMATS)
+@pytest.mark.parametrize("family", READ)
 @settings(max_examples=60, deadline=None)
 @given(
     calls=st.lists(st.tuples(st.sampled_from(NAMES), st.dictionaries(st.text(), json_values, max_size=3)), max_size=4),
@@ -499,7 +507,7 @@ def write_call(family: str, name: str, arguments: str) -> str:
 def test_any_arguments_come_out_as_written(
     family: str, calls: list[tuple[str, dict[str, Any]]], indent: int | None, ascii_only: bool, size: int
 ) -> None:
-    tool_format = FORMATS[family]
+    tool_format = READ[family]
     written = [(name, json.dumps(value, indent=indent, ensure_ascii=ascii_only)) for name, value in calls]
     text = "".join(write_call(family, name, arguments) for name, arguments in written)
     content, found = collect(tool_format, [text[i : i + size] for i in range(0, len(text), size)])
@@ -646,6 +654,21 @@ def test_half_a_pair_of_surrogates_is_replaced(call: str, expected: tuple[str, s
     assert collect(HERMES, [f"<tool_call>{call}</tool_call>"]) == ("", [expected])
 
 
+@pytest.mark.parametrize("family", ["hermes", "args", "mistral", "deepseek", "kimi", "llama3", "json"])
+def test_line_breaks_within_strings_become_json(family: str) -> None:
+    """Code and letters are full of them, and models do not always write them as JSON has them."""
+    code = 'def f():\n\treturn ""\r\n\x00é'
+    written = json.dumps({"code": code, "of": [code]}, ensure_ascii=False, indent=1)
+    as_they_are = written.replace("\\n", "\n").replace("\\t", "\t").replace("\\r", "\r").replace("\\u0000", "\x00")
+    assert as_they_are != written
+    for size in (1, 2, 7, 1000):
+        text = write_call(family, "f", as_they_are)
+        content, calls = collect(FORMATS[family], [text[i : i + size] for i in range(0, len(text), size)])
+        assert (content, calls) == ("", [("f", written)])
+    text = f'<tool_call>{{"arguments": {as_they_are}, "name": "f"}}</tool_call>'
+    assert collect(HERMES, [text]) == ("", [("f", written)])
+
+
 def test_odd_types_in_schemas_are_passed_over() -> None:
     schema = {"properties": {"a": {"type": [{}, "string", None]}, "b": {"type": [{}]}}}
     call = "<tool_call><function=f><parameter=a>1</parameter><parameter=b>2</parameter></function></tool_call>"
@@ -761,6 +784,23 @@ def test_detection_by_tokens() -> None:
     assert detect_tool_format(python, PLAIN).family == "pythonic"
 
 
+def test_answers_to_the_tool_prompt_are_calls() -> None:
+    """In a grammar's place nothing but the family's own form is one."""
+    shown = f'{{"name": "get_weather", "parameters": {KOELN}}}'
+    own = "".join((DS[0], DS[1], "get_weather", DS[2], KOELN, DS[3], DS[4]))
+    template = ChatTemplate(DS[1])
+    assert not template.uses_tools
+    asked = detect_tool_format(template, PLAIN)
+    for text in (shown, f"```json\n{shown}\n```", own):
+        assert collect(asked, [text]) == collect(asked, list(text)) == ("", [WEATHER])
+    assert collect(asked, [shown], shape="either") == (shown, [])
+    taught = detect_tool_format(ChatTemplate(DS[1] + "{{ tools }}"), PLAIN)
+    assert collect(taught, [shown]) == (shown, []) and collect(taught, [own]) == ("", [WEATHER])
+    listed = detect_tool_format(ChatTemplate("[TOOL_CALLS]"), PLAIN)
+    for text in (f"[{shown}]", f"[TOOL_CALLS][{shown}]"):
+        assert collect(listed, [text]) == collect(listed, list(text)) == ("", [WEATHER])
+
+
 def shown_text(tokenizer: Tokenizer, tool_format: ToolFormat, ids: Sequence[int]) -> str:
     """What the parser is given of these tokens."""
     text = RequestText(tokenizer, [], StopStrings([], False), shown_ids=tool_format.shown_ids)
@@ -807,7 +847,8 @@ SOURCES = {
     "llama3": "<|python_tag|>",
     "mistral": "[TOOL_CALLS]",
     "mistral_args": "[TOOL_CALLS][ARGS]",
-    "deepseek": DS[1],
+    "deepseek": DS[1] + "```json",
+    "deepseek_args": DS[1],
     "minimax": "<minimax:tool_call>",
     "dsml": "<｜DSML｜",
     "seed": "<seed:tool_call>",
@@ -863,6 +904,8 @@ def write_forced(family: str, calls: Sequence[tuple[str, str]]) -> str:
         case "deepseek":
             each = [f"{DS[1]}function{DS[2]}{n}\n```json\n{a}\n```{DS[3]}" for n, a in calls]
             return DS[0] + "\n".join(each) + DS[4]
+        case "deepseek_args":
+            return DS[0] + "".join(f"{DS[1]}{n}{DS[2]}{a}{DS[3]}" for n, a in calls) + DS[4]
         case _:
             each = ", ".join(f'{{"name": "{n}", "parameters": {a}}}' for n, a in calls)
             return each if len(calls) == 1 else f"[{each}]"

@@ -32,8 +32,7 @@ class Facts(msgspec.Struct, kw_only=True):
 
 def look_at(config: ServerConfig) -> Facts:
     from text_generation_inference.weights import embedded
-    from text_generation_inference.weights.model_files import CONFIG
-    from text_generation_inference.weights.source import find_only_gguf, may_be_hub_id, not_found
+    from text_generation_inference.weights.source import find_gguf, may_be_hub_id, not_found
 
     model = config.model_id
     path = expand_home(model, "model_id")
@@ -42,7 +41,8 @@ def look_at(config: ServerConfig) -> Facts:
     if model and path.is_file():
         return _look_at_gguf(path)
     if model and path.is_dir():
-        return _look_at_folder(config, path) if (path / CONFIG).exists() else _look_at_gguf(find_only_gguf(path))
+        file = find_gguf(path)
+        return _look_at_folder(config, path) if file is None else _look_at_gguf(file)
     if not may_be_hub_id(model):
         raise not_found(model)
     return _look_at_hub(config)

@@ -272,6 +272,8 @@ def _make_config(found: Any, config: Config) -> Any:
             config.integer(size)  # of a size that can be described
     if found.config_class is None:
         raise NotServed(f"{found.__name__} names no class of its config")
+    if "text_config" in getattr(found.config_class, "sub_configs", ()):
+        raise NotServed("it reads more than text, and its text model is only a part of it")
     try:
         made = found.config_class.from_dict(_with_floats(dict(config.fields)))
     except Exception as error:  # whatever a class makes of wrong fields

@@ -119,20 +119,44 @@ class ChatTemplate:
         """Whether a template has words for messages of a developer; else they are the system's."""
         return any("developer" in text for text in self._sources.values())
 
-    @cached_property
+    @property
     def needs_null_content(self) -> bool:
         """Whether calls are shown only in messages whose content is None, not in those where it is empty."""
-        return not self._shows_call("") and self._shows_call(None)
+        return self._call_needs[0]
 
-    def _shows_call(self, content: str | None) -> bool:
-        name = "a_probe_of_calls"
-        call: dict[str, Any] = {"id": "123456789", "type": "function", "function": {"name": name, "arguments": {}}}
-        said = None if content is None else self._say("assistant", content)["content"]
-        message: dict[str, Any] = {"role": "assistant", "content": said, "tool_calls": [call]}
+    @property
+    def needs_argument_text(self) -> bool:
+        """Whether calls are shown only where their arguments are text, as DeepSeek has it."""
+        return self._call_needs[1]
+
+    @cached_property
+    def _call_needs(self) -> tuple[bool, bool]:
+        """The first way in which a call is shown: whether with a content that is None, and with arguments as text."""
+        ways = ((False, False), (True, False), (False, True), (True, True))
+        return next((way for way in ways if self._shows_calls([1], *way)), ways[0])
+
+    @cached_property
+    def needs_single_calls(self) -> bool:
+        """Whether a message may hold one call and no more: Llama 3's templates refuse others, GPT-OSS's shows one."""
+        return not self._shows_calls([2], *self._call_needs) and self._shows_calls([1, 1], *self._call_needs)
+
+    def _shows_calls(self, counts: Sequence[int], null_content: bool, argument_text: bool) -> bool:
+        """Whether messages with so many calls each are shown with all of them."""
+        messages: list[dict[str, Any]] = [self._say("user", "x")]
+        content = None if null_content else self._say("assistant", "")["content"]
+        names: list[str] = []
+        for count in counts:
+            calls: list[dict[str, Any]] = []
+            for _ in range(count):
+                names.append(f"a_probe_of_calls_{len(names)}")
+                function: dict[str, Any] = {"name": names[-1], "arguments": "{}" if argument_text else {}}
+                calls.append({"id": "123456789", "type": "function", "function": function})
+            messages.append({"role": "assistant", "content": content, "tool_calls": calls})
         try:
-            return name in self.render([self._say("user", "x"), message])
+            shown = self.render(messages)
         except TemplateError:
             return False
+        return all(name in shown for name in names)
 
     @cached_property
     def takes_later_system(self) -> bool:
@@ -192,7 +216,7 @@ class ChatTemplate:
         """Find out now what is otherwise found out when it is first asked, which waits for the process."""
         for role in _FORMS_OF:
             self.content_forms(role)
-        _ = self.needs_null_content, self.takes_later_system
+        _ = self.needs_single_calls, self.takes_later_system
 
     def job(
         self,

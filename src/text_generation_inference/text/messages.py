@@ -6,6 +6,7 @@ On the way in, before `ChatTemplate.render`. Messages are plain dicts; the calle
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, cast
 
 from text_generation_inference.errors import ValidationError
@@ -43,14 +44,17 @@ def normalise_messages(
     """Contents as text and the arguments of calls as objects.
 
     With `template`, in the form it reads best: text is one part where it reads parts alone, calls become text where it
-    shows none, a developer is the system where it knows none, and a message that only calls has the empty content the
+    shows none, their arguments are text where it joins that to other text, each has a message where one may hold no
+    more, a developer is the system where it knows none, and a message that only calls has the empty content the
     template asks for. As in TGI all parts are one text: a template may read the first part alone, or no list.
 
     `show` is called for each picture, in order, with where it is, and gives the text that stands for it; None leaves a
     part `{"type": "image"}` to the template. Without it a picture is its address in Markdown, as in TGI: for a model
     that does not see, a template's mark would stand for nothing.
     """
-    return [_normalise(message, template, show) for message in messages]
+    normal = [_normalise(message, template, show) for message in messages]
+    several = any(len(message.get("tool_calls", ())) > 1 for message in normal)
+    return _one_call_each(normal) if several and template is not None and template.needs_single_calls else normal
 
 
 def text_of(content: object) -> str:
@@ -116,13 +120,37 @@ def _with_text(message: Mapping[str, Any], template: ChatTemplate | None, show: 
         if content is None:
             result["content"] = ""
         return result
-    result["tool_calls"] = [_normalise_call(call) for call in cast(Sequence[Mapping[str, Any]], calls)]
+    as_text = template is not None and template.needs_argument_text
+    result["tool_calls"] = [_normalise_call(call, as_text) for call in cast(Sequence[Mapping[str, Any]], calls)]
     if template is not None and not template.shows_tool_calls:
         lines = [text] if text else []
         result["content"] = "\n".join([*lines, *(_call_text(call) for call in result["tool_calls"])])
-    elif content is None:
+    elif not result.get("content"):
         result["content"] = None if template is not None and template.needs_null_content else ""
     return result
+
+
+def _one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of several calls as one for each, with what came of a call behind it."""
+    apart: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []  # of calls that stand apart already
+    for place, message in enumerate(messages):
+        calls = message.get("tool_calls", ())
+        if any(message is result for result in results):
+            continue
+        if len(calls) < 2:
+            apart.append(message)
+            continue
+        following = takewhile(lambda other: other.get("role") == "tool", messages[place + 1 :])
+        results = list(following)
+        left = results
+        for number, call in enumerate(calls):
+            first = message if number == 0 else {"role": message["role"], "content": ""}
+            of_call = [result for result in left if result.get("tool_call_id") == call.get("id")]
+            left = [result for result in left if result not in of_call]
+            apart += [{**first, "tool_calls": [call]}, *of_call]
+        apart += left
+    return apart
 
 
 def _join_parts(content: Iterable[Mapping[str, Any]], show: Show) -> list[dict[str, str]]:
@@ -178,11 +206,13 @@ def _video_of(part: Mapping[str, Any]) -> VideoSource:
     return VideoSource([source], is_animation=True, fps=part.get("fps"))
 
 
-def _normalise_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _normalise_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
     function = dict(cast(Mapping[str, Any], call.get("function") or {}))
     arguments: object = function.pop("parameters", None)
     arguments = function.get("arguments", arguments)
-    if isinstance(arguments, str):
+    if as_text and not isinstance(arguments, str):
+        arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+    elif isinstance(arguments, str) and not as_text:
         try:
             value: object = json.loads(arguments)
         except (ValueError, RecursionError):

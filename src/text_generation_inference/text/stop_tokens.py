@@ -30,6 +30,9 @@ _TURN_ENDS = (
     "<|return|>",  # GPT-OSS
     "<|call|>",  # GPT-OSS, behind a call
     "[|endofturn|]",  # EXAONE
+    "<|endofturn|>",  # HyperCLOVA X
+    "<end_of_utterance>",  # Idefics, SmolVLM
+    "<extra_id_1>",  # Nemotron 4 and Minitron, before a user's turn
     "<|assistant_end|>",  # Apertus
 )
 # Where a template writes the second text, the first ends a message of a turn that goes on: GPT-OSS.

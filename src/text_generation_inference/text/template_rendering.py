@@ -62,7 +62,9 @@ class Renderer:
 
     def render(self, conversation: Conversation, num_input_chars: int) -> str:
         """The prompt. Raises `TemplateError` when the template fails, or refuses the conversation."""
-        messages = [_as_message(message) for message in conversation.messages]
+        # Command R7B and Command A call what is thought before calls their plan.
+        keys = ("thinking", "tool_plan") if "tool_plan" in self._sources[conversation.template_name] else ("thinking",)
+        messages = [_as_message(message, keys) for message in conversation.messages]
         context: dict[str, Any] = {
             **self._tokens,
             "documents": None,
@@ -129,7 +131,7 @@ def _cut_at_mark(rendered: str, final_text: str) -> str:
     return rendered[:end] if rendered.startswith(_MARK, end) else rendered[:end].rstrip()
 
 
-def _as_message(message: object) -> dict[str, Any]:
+def _as_message(message: object, reasoning_keys: Sequence[str]) -> dict[str, Any]:
     """A message the template may read, its reasoning under every name that templates use for it."""
     if not isinstance(message, dict):
         raise TemplateError(f"a message must be an object, found {type(message).__name__}")
@@ -137,4 +139,4 @@ def _as_message(message: object) -> dict[str, Any]:
     reasoning = next((fields[key] for key in _REASONING_KEYS if fields.get(key) is not None), None)
     if reasoning is None:
         return fields
-    return {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+    return {**dict.fromkeys(reasoning_keys, reasoning), **fields, "reasoning_content": reasoning}

@@ -25,7 +25,7 @@ from text_generation_inference.weights.model_files import BLOCKS, CONFIG, WEIGHT
 from text_generation_inference.weights.progress import Progress, silent
 from text_generation_inference.weights.safetensors_layout import SafetensorsLayout
 
-CONVERTER_VERSION = 4  # raise it when the output changes, so that older cached folders are not reused
+CONVERTER_VERSION = 5  # raise it when the output changes, so that older cached folders are not reused
 _OF_32 = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
 GGML_TYPES = (*_OF_32, "IQ4_XS", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 _SLICE_BYTES = 4 * 2**20  # of float32 output

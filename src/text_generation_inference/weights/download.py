@@ -27,7 +27,12 @@ from huggingface_hub.utils import tqdm
 
 from text_generation_inference.errors import ModelFormatError, ModelNotFoundError, ResourceError, StartError
 from text_generation_inference.weights.hub_access import HubAccess
-from text_generation_inference.weights.model_files import CONFIG, QUANTIZATION_BESIDE, explain_pickles
+from text_generation_inference.weights.model_files import (
+    CONFIG,
+    FETCH_GGUF,
+    QUANTIZATION_BESIDE,
+    explain_pickles,
+)
 from text_generation_inference.weights.progress import Progress, silent
 
 _WEIGHTS = ["*.safetensors"]
@@ -132,8 +137,7 @@ def _snapshot(model_id: str, revision: str | None, access: HubAccess, patterns: 
 def _require_config(path: Path, wanted: str) -> None:
     if not (path / CONFIG).is_file():
         raise ModelFormatError(
-            f"Model {wanted} on the hub has no {CONFIG}, so it cannot be served as it is. If it is a repository of "
-            "GGUF files, download one of them and give its path."
+            f"Model {wanted} on the hub has no {CONFIG}, so it cannot be served as it is. {FETCH_GGUF}"
         )
 
 

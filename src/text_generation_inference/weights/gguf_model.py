@@ -278,6 +278,8 @@ def _token_id(file: GgufFile, name: str, vocab_size: int) -> int | None:
     if key not in file.metadata:
         return None
     token = file.integer(key)
+    if token >= vocab_size and name == "padding":
+        return None  # of no use here, and often not there: files name 32000 of 32000, or -1 as 2**32 - 1
     if token >= vocab_size:
         file.fail(f"`{key}` is {token}, outside the vocabulary of {vocab_size}")
     return token

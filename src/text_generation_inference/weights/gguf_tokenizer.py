@@ -6,6 +6,7 @@ only the name of the cut (`tokenizer.ggml.pre`): an unknown name is refused, and
 not tell, because a guess would silently give wrong tokens.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,8 @@ from text_generation_inference.text.sentencepiece import (
 from text_generation_inference.text.tokenizer_files import surround
 from text_generation_inference.weights.gguf import UNSUPPORTED, GgufFile
 
+_TEMPLATE = "tokenizer.chat_template"
+_TEMPLATES = re.compile(rf"{re.escape(_TEMPLATE)}(\.\w+)?")
 _KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3
 
 _LLAMA3_SPLIT = (
@@ -165,9 +168,17 @@ def read_tokenizer_config(file: GgufFile, context_length: int) -> dict[str, Any]
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         if (token := _named_token(file, key, tokens)) is not None:
             config[f"{name}_token"] = token
-    if "tokenizer.chat_template" in file.metadata:
-        config["chat_template"] = file.text("tokenizer.chat_template")
+    if templates := _chat_templates(file):
+        config["chat_template"] = templates
     return config
+
+
+def _chat_templates(file: GgufFile) -> str | list[dict[str, str]] | None:
+    """One template, or several by name: that for tools, as of Command R, has a key of its own."""
+    named = {key.removeprefix(_TEMPLATE).lstrip("."): key for key in file.metadata if _TEMPLATES.fullmatch(key)}
+    if named.keys() <= {""}:
+        return file.text(_TEMPLATE) if named else None
+    return [{"name": name or "default", "template": file.text(key)} for name, key in sorted(named.items())]
 
 
 def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
@@ -260,5 +271,7 @@ def _named_token(file: GgufFile, name: str, tokens: list[str]) -> str | None:
     if key not in file.metadata:
         return None
     if (index := file.integer(key)) >= len(tokens):
+        if name == "padding":
+            return None  # as in the config
         file.fail(f"`{key}` is {index}, but the tokenizer has {len(tokens)} tokens")
     return tokens[index]

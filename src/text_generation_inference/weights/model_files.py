@@ -9,6 +9,10 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Files in which older tools say what config.json leaves out, and the tool that writes each.
 QUANTIZATION_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+FETCH_GGUF = (
+    "GGUF files of the hub are not fetched by the server: use `hf download OWNER/NAME FILE.gguf --local-dir DIR` and"
+    " give the path of the file."
+)
 BLOCKS = "ggml.safetensors"  # quantised blocks of a converted GGUF file: metadata gives the ggml type of each tensor
 
 

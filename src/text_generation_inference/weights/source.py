@@ -19,7 +19,7 @@ from text_generation_inference.weights.convert import cache_folder as converted_
 from text_generation_inference.weights.convert import convert_gguf, probe_digest
 from text_generation_inference.weights.gguf import find_parts
 from text_generation_inference.weights.hub_access import HubAccess
-from text_generation_inference.weights.model_files import CONFIG
+from text_generation_inference.weights.model_files import CONFIG, FETCH_GGUF
 from text_generation_inference.weights.progress import Progress, silent
 
 _FORMS = (
@@ -109,7 +109,8 @@ def resolve_model(
 
 
 def not_found(model: str) -> ModelNotFoundError:
-    return ModelNotFoundError(f"Model {shorten(model)} not found: there is no such file or folder. {_FORMS}")
+    fetch = f" {FETCH_GGUF}" if "gguf" in model.lower() else ""
+    return ModelNotFoundError(f"Model {shorten(model)} not found: there is no such file or folder. {_FORMS}{fetch}")
 
 
 def _weights_folder(override: str) -> Path:
@@ -154,14 +155,20 @@ def _resolve_embedded(cache_dir: Path, progress: Progress) -> ModelFolder:
 
 
 def _resolve_folder(model: str, path: Path, cache_dir: Path, progress: Progress) -> ModelFolder:
-    if (path / CONFIG).exists():
+    if (file := find_gguf(path)) is None:
         return ModelFolder(model_id=model, path=path, note=f"files in {path}")
-    return _resolve_file(model, find_only_gguf(path), cache_dir, progress)
+    return _resolve_file(model, file, cache_dir, progress)
 
 
-def find_only_gguf(folder: Path) -> Path:
-    """The GGUF file of a folder that has no config.json, or the first part of the only model there."""
-    found = sorted(folder.glob("*.gguf"))
+def find_gguf(folder: Path) -> Path | None:
+    """The GGUF file of a folder, or the first part of the only model there. None for a folder of safetensors.
+
+    Repositories of GGUF files may have a config.json, with a word or two in it, and the tower of a model that sees.
+    """
+    files = sorted(folder.glob("*.gguf"))
+    if (folder / CONFIG).exists() and (not files or any(folder.glob("*.safetensors"))):
+        return None
+    found = [file for file in files if "mmproj" not in file.name.lower()] or files
     if found and (len(found) == 1 or find_parts(found[0]) == found):
         return found[0]
     if found:
@@ -191,5 +198,6 @@ def _reused(folder: Path) -> str:
 
 
 def may_be_hub_id(model: str) -> bool:
-    """Whether it is `name` or `organisation/name`; anything else can only have been meant as a path."""
-    return model.count("/") <= 1 and model[:1] not in ("", ".", "/", "~") and not model.endswith((".gguf", "/"))
+    """Whether it is `name` or `organisation/name`; anything else can only have been meant as a path, or as a file."""
+    begins, ends = model[:1] not in ("", ".", "/", "~"), model.endswith((".gguf", "/"))
+    return model.count("/") <= 1 and begins and not ends and ":" not in model

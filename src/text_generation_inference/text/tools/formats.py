@@ -19,6 +19,7 @@ class ToolFormat:
     family: str
     marker_ids: tuple[tuple[str, int], ...] = ()  # of those markers that are one token
     special_markers: frozenset[str] = frozenset()  # those that decoding hides
+    bare: bool = False  # the model is asked for calls by the tool prompt too, in JSON without markers
 
     @property
     def shown_ids(self) -> frozenset[int]:
@@ -36,13 +37,13 @@ def detect_tool_format(template: ChatTemplate, tokenizer: Tokenizer) -> ToolForm
     found = [(marker, tokenizer.id_of(marker)) for marker in FORMS[family].markers]
     marker_ids = tuple((marker, token_id) for marker, token_id in found if token_id is not None)
     special = frozenset(marker for marker, token_id in marker_ids if token_id in tokenizer.skipped_ids)
-    return ToolFormat(family, marker_ids, special)
+    return ToolFormat(family, marker_ids, special, not template.uses_tools)
 
 
 # Texts in a template that tell the form, those that say more first.
 _WRITTEN = {
     "[TOOL_CALLS]": "mistral",
-    "<｜tool▁call▁begin｜>": "deepseek",
+    "<｜tool▁call▁begin｜>": "deepseek_args",
     "<|tool_call_begin|>": "kimi",
     "to=functions.": "harmony",
     "<|START_ACTION|>": "cohere",
@@ -58,6 +59,7 @@ _WRITTEN = {
 # Forms that share a text with another one, and what tells them apart.
 _VARIANTS = {
     "mistral": {"[ARGS]": "mistral_args"},
+    "deepseek_args": {"```json": "deepseek"},
     "hermes": {"<function=": "qwen_xml", "<arg_key>": "glm"},
 }
 _BY_TOKEN = {"[TOOL_CALLS]": "mistral", "<tool_call>": "hermes"}

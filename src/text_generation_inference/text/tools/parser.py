@@ -4,8 +4,9 @@ On the way out, behind detokenising and stop strings. What is no call is content
 calls. How the text is cut into pieces makes no difference to what comes out in all.
 
 A call is announced as soon as its function is known and its arguments begin; from then on the arguments are passed on
-as the model writes them. What looked like a call and turns out before that point not to be one becomes content. A call
-that a limit cuts off is told as far as it came, and never as content.
+as the model writes them, but for line breaks within strings, which are escaped. What looked like a call and turns out
+before that point not to be one becomes content. A call that a limit cuts off is told as far as it came, and never as
+content.
 """
 
 import json
@@ -17,6 +18,7 @@ from typing import Any, Literal, cast
 
 from text_generation_inference.text.tools.form import MAX_NAME, CallForm
 from text_generation_inference.text.tools.formats import ToolFormat
+from text_generation_inference.text.tools.forms.plain_json import read_bare
 from text_generation_inference.text.tools.reader import (
     EndOfTextError,
     MalformedCallError,
@@ -73,7 +75,8 @@ class ToolParser:
         self._special = tool_format.special_markers
         self.names = frozenset(tools)
         self._schemas: Mapping[str, Any] = tools if isinstance(tools, Mapping) else {}
-        self._starts = _start_pattern(self._form, self._form.bare)
+        # Where a grammar decides, it knows the model's own form alone.
+        self._starts = _start_pattern(self._form, self._form.bare or (tool_format.bare and shape == "mixed"))
         self.reader = Reader()
         self._events: list[Event] = []
         self._num_calls = 0
@@ -162,7 +165,8 @@ class ToolParser:
             reader.taken = [] if start in self._special else [start]
             self._name = None
             try:
-                yield from self._form.read(self, start.strip())
+                is_own = self._form.bare or start in self._form.starts
+                yield from (self._form.read if is_own else read_bare)(self, start.strip())
             except (MalformedCallError, EndOfTextError) as error:
                 taken = "".join(reader.taken or ())
                 another = self._num_calls > num_calls
@@ -182,8 +186,8 @@ class ToolParser:
             self._content(reader.take(end - reader.position))
             if self._is_answer:
                 self._content(reader.take(len(reader.unread)))
-            elif match is not None and match["start"] is not None:
-                return reader.take(len(match["start"]))
+            elif match is not None and (start := match["start"] or match["bare"]):
+                return reader.take(len(start))
             if reader.ended:
                 rest = reader.take(len(reader.unread))
                 begins = any(marker.startswith(rest) for marker in self._form.starts)
@@ -242,7 +246,7 @@ class ToolParser:
             if is_list:
                 if (yield from reader.expect(",]")) == "]":
                     return
-            elif not self._form.bare:
+            elif not self._form.bare and names is None:
                 return
             elif (yield from reader.peek()) in ";,":
                 reader.take(1)
@@ -323,14 +327,15 @@ class ToolParser:
 
 
 def _start_pattern(form: CallForm, bare: bool) -> re.Pattern[str]:
-    """Matches what begins a call as `start`, or the end of the text when it may be the beginning of that."""
-    starts = [re.escape(marker) for marker in form.starts]
+    """Matches what begins a call, as `start` or `bare`, or the end of the text when it may be the beginning of that.
+
+    A bracket may begin a marker, and is a call without one only when it does not.
+    """
+    never = "(?!)"
+    starts = [re.escape(marker) for marker in form.starts] or [never]
     partials = [re.escape(marker[:size]) + r"\Z" for marker in form.starts for size in range(len(marker) - 1, 0, -1)]
-    if bare:
-        starts.append(_BARE_START)
-        partials.append(_BARE_PARTIAL)
-    never = ["(?!)"]
-    return re.compile(rf"(?P<start>{'|'.join(starts or never)})|{'|'.join(partials or never)}")
+    bare_start, bare_partial = (_BARE_START, _BARE_PARTIAL) if bare else (never, never)
+    return re.compile("|".join([f"(?P<start>{'|'.join(starts)})", *partials, f"(?P<bare>{bare_start})", bare_partial]))
 
 
 def _read_function(text: str) -> tuple[str, str]:

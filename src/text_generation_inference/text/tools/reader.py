@@ -13,6 +13,7 @@ Steps = Generator[None, None, T]  # yields when it needs more text
 
 _SPACE = re.compile(r"\s+")
 _IN_STRING = re.compile(r'["\\]')
+_IN_VALUE = re.compile(r'["\\\x00-\x1f]')  # in a string, with what JSON has only escapes for
 _OUTSIDE_STRING = re.compile(r'["{}\[\]]')
 _SCALAR = re.compile(r"[\w.+-]+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -159,7 +160,10 @@ class Reader:
             raise MalformedCallError from None
 
     def take_value(self, emit: Callable[[str], object]) -> Steps[None]:
-        """Take a JSON value and give its text to `emit` as it comes."""
+        """Take a JSON value and give its text to `emit` as it comes.
+
+        Line breaks and the like within strings, which models write as they are, become what JSON has for them.
+        """
         first = yield from self.peek()
         if first in _CLOSERS:
             yield from self._take_nested(emit)
@@ -182,7 +186,7 @@ class Reader:
             if escaped:
                 position, escaped = position + 1, False
             while position < len(text):
-                match = (_IN_STRING if in_string else _OUTSIDE_STRING).search(text, position)
+                match = (_IN_VALUE if in_string else _OUTSIDE_STRING).search(text, position)
                 if match is None:
                     position = len(text)
                     break
@@ -190,6 +194,10 @@ class Reader:
                 if char == "\\":
                     escaped = position == len(text)
                     position += not escaped
+                elif char < " ":
+                    emit(self.take(position - 1 - start))
+                    emit(json.dumps(self.take(1))[1:-1])
+                    start = position
                 elif char == '"':
                     in_string = not in_string
                 elif char in _CLOSERS:

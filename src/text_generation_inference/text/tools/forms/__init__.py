@@ -30,6 +30,7 @@ FORMS: dict[str, CallForm] = {
         mistral.FORM,
         mistral.WITH_ARGS,
         deepseek.FORM,
+        deepseek.WITH_ARGS,
         kimi.FORM,
         harmony.FORM,
         cohere.FORM,

@@ -1,6 +1,6 @@
 """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, then arguments in a code fence: DeepSeek V3 and R1.
 
-V3.1 writes the name in place of `function`, and bare arguments behind the separator.
+V3.1 writes the name in place of `function`, and bare arguments behind the separator. Both are read as either.
 """
 
 from text_generation_inference.text.tools.form import MAX_NAME, CallForm, Calls, Layout
@@ -47,4 +47,9 @@ _LAYOUT = Layout(
     closing=(_ALL_END,),
     head=lambda name: ("function", _SEPARATOR, name + "\n```json\n"),
 )
-FORM = CallForm("deepseek", MARKERS, (_BEGIN, _ALL, _END, _ALL_END), _read, _LAYOUT, _cut_name)
+_WITH_ARGS = Layout(
+    before=(_BEGIN,), behind=(_END,), opening=(_ALL,), closing=(_ALL_END,), head=lambda name: (name, _SEPARATOR)
+)
+_STARTS = (_BEGIN, _ALL, _END, _ALL_END)
+FORM = CallForm("deepseek", MARKERS, _STARTS, _read, _LAYOUT, _cut_name)
+WITH_ARGS = CallForm("deepseek_args", MARKERS, _STARTS, _read, _WITH_ARGS, _cut_name)
