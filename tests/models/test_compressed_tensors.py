@@ -12,12 +12,12 @@ import pytest
 import torch
 from compressed_writing import DOCUMENT, FORMS, load, matrices, tensors_of, write
 from damage import damage, matrix_of
-from driving import make_request, run, start
+from driving import make_request, make_tiny, run, start
 from gptq_writing import load_matrices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import check_ranks, logits_of_threads
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from text_generation_inference.errors import ModelFormatError
@@ -272,3 +272,42 @@ def test_a_plain_file_with_such_a_config(tmp_path: Path) -> None:
     change |= {name.replace("_packed", ""): torch.zeros(2) for name in change if name.endswith("packed")}
     with pytest.raises(ModelFormatError, match="lacks the tensor"):
         load(write("w4a16", tmp_path, change), torch.float32)
+
+
+def write_linear(source: Path, folder: Path, targets: list[str]) -> tuple[Path, Path]:
+    """All matrices of layers, which `transformers` computes with `Linear`, in integers of 8 bits; and their values."""
+    stored: dict[str, Tensor] = {}
+    values = load_file(source / "model.safetensors")
+    for name, value in values.items():
+        if not re.search(r"layers\..*(_proj|_proj_with_mqa)\.weight$", name):
+            stored[name] = value
+            continue
+        scale = value.abs().amax(1, keepdim=True) / 127
+        codes = (value / scale).round()
+        stored |= {name: codes.to(torch.int8), f"{name}_scale": scale}
+        values[name] = codes * scale
+    said = json.loads((source / "config.json").read_text())
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    groups = {"group_0": {"targets": targets, "weights": weights}}
+    section = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+    paths = folder / "plain", folder / "stored"
+    for path, tensors, more in ((paths[0], values, {}), (paths[1], stored, {"quantization_config": section})):
+        path.mkdir()
+        save_file(tensors, path / "model.safetensors")
+        (path / "config.json").write_text(json.dumps({**said, **more}))
+    return paths
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", "GptOss", "Llama4"])
+def test_a_class_has_all_layers_of_it(family: str, tmp_path: Path) -> None:
+    """That which makes keys and values of latents too, and no experts that are one tensor: that is no layer."""
+    source = make_tiny(family, {}, tmp_path / "tiny").folder
+    plain, stored = write_linear(source, tmp_path, ["Linear"])
+    check_ranks(stored, logits_of_threads(plain, 1), Ops())
+
+
+def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    source = make_tiny("GptOss", {}, tmp_path / "tiny").folder
+    stored = write_linear(source, tmp_path, ["Linear", "re:.*experts.*"])[1]
+    with pytest.raises(ModelFormatError, match="experts.gate_up_proj: its experts lie in one tensor"):
+        load_matrices(stored)
