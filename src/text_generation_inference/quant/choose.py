@@ -173,9 +173,12 @@ def quantization_beside(config: Mapping[str, Any], folder: Path) -> dict[str, An
     """What a quantised checkpoint says elsewhere than in `quantization_config`, as that would say it."""
     if config.get("quantization_config") or config.get("compression_config"):
         return {}
-    elsewhere = config.get("quantization")
+    elsewhere, text = config.get("quantization"), config.get("text_config")
     if isinstance(elsewhere, Mapping) and "bits" in elsewhere:
         return {"quantization_config": {"quant_method": "mlx", **elsewhere}}
+    for name in ("quantization_config", "compression_config"):
+        if isinstance(text, Mapping) and text.get(name):  # of a model that sees, whose text model was quantised alone
+            return {"quantization_config": text[name]}
     for name, method in QUANTIZATION_BESIDE.items():
         try:
             found = read_json_object(folder / name)
