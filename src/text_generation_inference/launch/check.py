@@ -31,12 +31,11 @@ from text_generation_inference.launch.arguments import build_parser, read_argume
 from text_generation_inference.launch.check_report import KvLayers, RankPart, Report, render
 from text_generation_inference.launch.command import EXIT_ERROR, EXIT_USAGE, run_guarded
 from text_generation_inference.units import gigabytes
+from text_generation_inference.weights.headers import Headers
 
 if TYPE_CHECKING:
     from text_generation_inference.layers.cache import AnyCacheSpec
     from text_generation_inference.models.model import Model
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 class Facts(msgspec.Struct, kw_only=True):
@@ -44,7 +43,7 @@ class Facts(msgspec.Struct, kw_only=True):
 
     config: Mapping[str, Any]
     source: str  # where the config was read
-    read_shapes: Callable[[], "Shapes"]  # of the weights: asked once the config is known to be served
+    read_headers: Callable[[], Headers]  # of the weights: asked once the config is known to be served
     blocks: dict[str, str] = {}  # matrices in quantised blocks: their types
     has_tokenizer: bool
     lacks_tokenizer: str = ""  # why, and what to do
@@ -151,7 +150,9 @@ def _look_at_gguf(path: Path) -> Facts:
     return Facts(
         config=config,
         source=str(path),
-        read_shapes=lambda: {plan.name: plan.shape for plan in plans},
+        read_headers=lambda: Headers(
+            {plan.name: plan.shape for plan in plans}, dict.fromkeys((plan.name for plan in plans), "F32")
+        ),
         blocks={
             plan.name: plan.source.type_name
             for plan in plans
@@ -164,15 +165,22 @@ def _look_at_gguf(path: Path) -> Facts:
 
 
 def _look_at_folder(config: ServerConfig, folder: Path) -> Facts:
+    from text_generation_inference.weights.checkpoint import Checkpoint
+
     weights = expand_home(config.weights_cache_override or str(folder), "weights_cache_override")
     dummy = config.load_format == "dummy"
     names = [path.name for path in folder.iterdir()]
-    return _describe(folder, lambda: {} if dummy else _local_shapes(weights), names)
+    return _describe(folder, lambda: Headers({}, {}) if dummy else Checkpoint.open(weights).headers, names)
 
 
 def _look_at_hub(config: ServerConfig) -> Facts:
     from text_generation_inference.text.tokenizer_files import explain_missing, has_tokenizer
-    from text_generation_inference.weights.download import download_description, download_model, list_files, read_shapes
+    from text_generation_inference.weights.download import (
+        download_description,
+        download_model,
+        list_files,
+        read_headers,
+    )
     from text_generation_inference.weights.source import hub_access
 
     model, revision, access = config.model_id, config.revision, hub_access(config)
@@ -185,14 +193,14 @@ def _look_at_hub(config: ServerConfig) -> Facts:
     if elsewhere or (weights and all(weights)):
         facts = _look_at_folder(config, folder)
     else:
-        facts = _describe(folder, lambda: read_shapes(model, revision, access), ())
+        facts = _describe(folder, lambda: read_headers(model, revision, access), ())
     names = [file.name for file in files]
     facts.has_tokenizer, facts.lacks_tokenizer = has_tokenizer(names), explain_missing(names)
     facts.download_bytes = sum(file.num_bytes for file in files if not file.is_cached)
     return facts
 
 
-def _describe(folder: Path, read_shapes: Callable[[], Shapes], names: Collection[str]) -> Facts:
+def _describe(folder: Path, read_headers: Callable[[], Headers], names: Collection[str]) -> Facts:
     from text_generation_inference.models.registry import read_config
     from text_generation_inference.text.chat_template import ChatTemplate
     from text_generation_inference.text.tokenizer_files import explain_missing, has_tokenizer
@@ -206,7 +214,7 @@ def _describe(folder: Path, read_shapes: Callable[[], Shapes], names: Collection
     return Facts(
         config=config.fields,
         source=config.source,
-        read_shapes=read_shapes,
+        read_headers=read_headers,
         has_tokenizer=has_tokenizer(names),
         lacks_tokenizer=explain_missing(names),
         finds_chat_template=lambda: ChatTemplate.load(folder).found,
@@ -233,13 +241,6 @@ def _describe_text(report: Report, folder: Path, fields: Mapping[str, Any]) -> N
     rule = find_rule(folder, fields)
     if rule is not None:
         report.picture_tokens = picture_costs(rule, PictureWords.of(rule, tokenizer), tokenizer)
-
-
-def _local_shapes(folder: Path) -> Shapes:
-    from text_generation_inference.weights.checkpoint import Checkpoint
-
-    checkpoint = Checkpoint.open(folder)
-    return {name: checkpoint.shape(name) for name in checkpoint.names()}
 
 
 # -- what follows from it ------------------------------------------------------------------------------------------
@@ -310,7 +311,9 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     check_precision(config, quantization, device)
 
     def describe(parallel: Parallel) -> "Model":
-        return build(model_config, Context(device.ops, parallel, device.torch_device, trusts_code=trusts_code))
+        step = 1 if quantization is None else quantization.width_step
+        about = (device.ops, parallel, device.torch_device, dtype, trusts_code, step)
+        return build(model_config, Context(*about))
 
     model = describe(SINGLE)
     report.parameters = count_parameters(model)
@@ -320,27 +323,44 @@ def _fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     if config.custom_kernels and device.torch_device.type == "cpu":  # as the kernels hold matrices that a start builds
         device.ops.low_bit_ops = Ops().low_bit_ops
         computed = BLOCKS if report.dtype == "float32" else ()
-    assign_methods(model, quantization, facts.blocks, computed)
     cache_dtype = kv_cache.choose_dtype(config.kv_cache_dtype, dtype)
     check_ranks(described, num_ranks, config.expert_parallel)
-    report.weight_bytes, held = weight_bytes(model, dtype), model
-    for rank in range(num_ranks if num_ranks > 1 else 0):
-        part = describe(Parallel(rank, num_ranks))
-        assign_methods(part, quantization, facts.blocks, computed)
-        report.ranks = [*report.ranks, RankPart(weight_bytes(part, dtype), bytes_per_token(part.caches(cache_dtype)))]
-        if rank == 0 or report.ranks[-1].weight_bytes > report.weight_bytes:
-            report.weight_bytes, held = report.ranks[-1].weight_bytes, part
-    report.notes = [*report.notes, *describe_widened(model, dtype), *model.describe_type(dtype)]
+
+    def weigh(headers: Headers | None) -> "tuple[Model, Model, int]":
+        """All of the model; the rank that holds most of it, and the bytes of that. Without headers config.json is asked
+        alone how weights are stored."""
+        named, is_plain = quantization, None
+        if headers is not None:
+            is_plain = headers.is_plain
+            named = None if quantization is None else quantization.named_as_in(headers.shapes)
+
+        def hold(parallel: Parallel) -> "Model":
+            part = describe(parallel)
+            if headers is not None:
+                part.adapt(list(headers.shapes))
+            assign_methods(part, named, facts.blocks, computed, is_plain)
+            return part
+
+        whole = held = hold(SINGLE)
+        most, report.ranks = weight_bytes(whole, dtype), []
+        for rank in range(num_ranks if num_ranks > 1 else 0):
+            part = hold(Parallel(rank, num_ranks))
+            size = RankPart(weight_bytes(part, dtype), bytes_per_token(part.caches(cache_dtype)))
+            report.ranks = [*report.ranks, size]
+            if rank == 0 or size.weight_bytes > most:
+                most, held = size.weight_bytes, part
+        return whole, held, most
+
+    model, held, report.weight_bytes = weigh(None)
     caches = held.caches(cache_dtype)
     report.kv_bytes_per_token = max((part.kv_bytes_per_token for part in report.ranks), default=bytes_per_token(caches))
     report.kv_layers = _group_layers(caches)
     if config.load_format != "dummy":
-        shapes, may_leave = facts.read_shapes(), ()
-        model.adapt(list(shapes))
-        if quantization is not None:
-            may_leave = quantization.may_leave
-            assign_methods(model, quantization.named_as_in(shapes))
-        check_tensors(model, shapes, (*model.ignored, *may_leave), report.model)
+        headers = facts.read_headers()
+        model, held, report.weight_bytes = weigh(headers)
+        may_leave = () if quantization is None else quantization.may_leave
+        check_tensors(model, headers.shapes, (*model.ignored, *may_leave), report.model)
+    report.notes = [*report.notes, *describe_widened(model, dtype), *model.describe_type(dtype)]
     report.quantization = name_quantization(facts.config, config.quantize)  # the setting alone may be wrong about it
     report.quantization_is_supported = report.quantization is not None
     if on_gpu:
