@@ -84,7 +84,7 @@ def detect(config: Mapping[str, Any], source: str) -> Quantization | None:
     if not found:
         return None
     fields = Fields(found, f"{source}: `quantization_config`")
-    method = fields.text("quant_method", "")
+    method = fields.text("quant_method", "") or _untold_method(fields.value)
     if method not in METHODS:
         raise ModelFormatError(
             f"{fields.place}: `quant_method` {method!r} is not supported. Read are {', '.join(METHODS)} and GGUF files:"
@@ -92,6 +92,11 @@ def detect(config: Mapping[str, Any], source: str) -> Quantization | None:
             " should be small."
         )
     return METHODS[method](found, source)
+
+
+def _untold_method(fields: Mapping[str, Any]) -> str:
+    """bitsandbytes was the only one when `transformers` began to write how a model is stored, and had no name."""
+    return "bitsandbytes" if any(fields.get(f"load_in_{bits}bit") is True for bits in (4, 8)) else ""
 
 
 def choose_quantization(asked: str | None, stored: Quantization | None) -> Quantization | None:
@@ -205,7 +210,7 @@ def name_quantization(config: Mapping[str, Any], asked: str | None = None) -> st
         bits = _BITS_BY_NAME.get(str(fields.get("quant_algo") or fields.get("quant_method")))
     for name, width in (("load_in_4bit", 4), ("load_in_8bit", 8)):
         bits = width if fields.get(name) is True else bits
-    method = str(fields.get("quant_method") or "a method without a name")
+    method = str(fields.get("quant_method") or _untold_method(fields) or "a method without a name")
     widths = {bits} if isinstance(bits, int) else _list_widths(fields)
     return f"{method}, {' and '.join(map(str, sorted(widths)))} bits" if widths else method
 
