@@ -309,5 +309,8 @@ def test_a_class_has_all_layers_of_it(family: str, tmp_path: Path) -> None:
 def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
     source = make_tiny("GptOss", {}, tmp_path / "tiny").folder
     stored = write_linear(source, tmp_path, ["Linear", "re:.*experts.*"])[1]
+    tensors = load_file(stored / "model.safetensors")
+    tensors |= {name: value.to(torch.int8) for name, value in tensors.items() if name.endswith("gate_up_proj")}
+    save_file(tensors, stored / "model.safetensors")
     with pytest.raises(ModelFormatError, match="experts.gate_up_proj: its experts lie in one tensor"):
         load_matrices(stored)

@@ -4,7 +4,7 @@ A checkpoint says in config.json how it is stored (`detect`), a setting may ask 
 `assign_methods` hands the methods out before anything is loaded.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,15 +128,21 @@ def assign_methods(
 ) -> None:
     """Give each matrix its method. `block_types` are those that a file has matrices in, `computed` those of the ops;
     `is_plain`: whether a checkpoint has the matrix of this name in a type that numbers are computed in."""
+
+    def is_left(matrix: Matrix, names: Sequence[str]) -> bool:
+        """Stored plainly, and not to be rounded: whatever config.json lists, which may be in other names."""
+        if not matrix.only_as_stored and not has_others:
+            return False
+        return is_plain is None or all(map(is_plain, names))
+
     if quantization is not None and not has_matrices(model):
         raise StartError("a model that is served through transformers cannot be quantised: leave `quantize` out")
+    has_others = quantization is not None and not quantization.rounds_plain and _are_some_stored(model, is_plain)
     for prefix, module in model.walk():
         if isinstance(module, Matrix):
             names = module.names(prefix)
             method = None
-            if quantization is not None and not (
-                module.only_as_stored and (is_plain is None or all(map(is_plain, names)))
-            ):
+            if quantization is not None and not is_left(module, names):
                 method = quantization.choose(module, names)
             if method is None and block_types:
                 method = gguf.detect(module, [prefix + part.name for part in module.parts], block_types, computed)
@@ -153,6 +159,14 @@ def assign_methods(
 def has_matrices(model: Module) -> bool:
     """Whether it has some that a method can hold: not if it is served through `transformers`."""
     return any(isinstance(module, Matrix) for _, module in model.walk())
+
+
+def _are_some_stored(model: Module, is_plain: Callable[[str], bool] | None) -> bool:
+    """Whether a checkpoint has any matrix of a layer otherwise than plainly; without one a file is not what it says."""
+    if is_plain is None:
+        return False
+    layers = ((prefix, each) for prefix, each in model.walk() if isinstance(each, Matrix) and each.may_round)
+    return not all(is_plain(name) for prefix, matrix in layers for name in matrix.names(prefix))
 
 
 def is_quantized(model: Module) -> bool:
