@@ -33,7 +33,7 @@ from text_generation_inference.kernels.low_bit import LowBitWeight
 from text_generation_inference.models.model import Context
 from text_generation_inference.models.registry import build, read_config, read_quantization
 from text_generation_inference.quant.bitsandbytes_codes import TABLES, round_scales
-from text_generation_inference.quant.choose import ON_LOADING, assign_methods, choose_quantization
+from text_generation_inference.quant.choose import ON_LOADING, assign_methods, choose_quantization, name_quantization
 from text_generation_inference.quant.low_bit import LowBitOnLoading
 from text_generation_inference.quant.method import Matrix
 from text_generation_inference.weights.load import load_dummy
@@ -61,6 +61,18 @@ def test_checkpoints_of_the_library(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT])).logits[0]
     check_ranks(folder, logits)
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8"])
+def test_a_config_from_when_methods_had_no_names(name: str, tmp_path: Path) -> None:
+    folder = whole_checkpoint(name, tmp_path)
+    fields = json.loads((folder / "config.json").read_text())
+    assert fields["quantization_config"].pop("quant_method") == "bitsandbytes"
+    (folder / "config.json").write_text(json.dumps(fields))
+    assert name_quantization(fields) == f"bitsandbytes, {8 if name == 'int8' else 4} bits"
+    matrices, held = read_matrices(folder)
+    assert held == set(expected_digests()[name])
+    check_values(name, matrices)
 
 
 @pytest.mark.parametrize("name", ON_LOADING_HERE)

@@ -12,12 +12,12 @@ import pytest
 import torch
 from compressed_writing import DOCUMENT, FORMS, load, matrices, tensors_of, write
 from damage import damage, matrix_of
-from driving import make_request, run, start
+from driving import make_request, make_tiny, run, start
 from gptq_writing import load_matrices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import check_ranks, logits_of_threads
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from text_generation_inference.errors import ModelFormatError
@@ -249,8 +249,8 @@ _SCALES = (".weight_scale", ".weight_global_scale")
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_damaged_files_are_named(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    # In 3 bits a row may have the words of either packing.
-    form = data.draw(st.sampled_from([form for form in FORMS if not form.startswith("w3a16")]))
+    # In 3 and 6 bits a row may have the words of either packing.
+    form = data.draw(st.sampled_from([form for form in FORMS if not form.startswith(("w3a16", "w6a16"))]))
     folder = write(form, tmp_path_factory.getbasetemp() / "damaged")
     tensors = dict(tensors_of(form))
     scales = tuple(n for n in tensors if n.endswith(_SCALES) and tensors[n].is_floating_point())
@@ -272,3 +272,45 @@ def test_a_plain_file_with_such_a_config(tmp_path: Path) -> None:
     change |= {name.replace("_packed", ""): torch.zeros(2) for name in change if name.endswith("packed")}
     with pytest.raises(ModelFormatError, match="lacks the tensor"):
         load(write("w4a16", tmp_path, change), torch.float32)
+
+
+def write_linear(source: Path, folder: Path, targets: list[str]) -> tuple[Path, Path]:
+    """All matrices of layers, which `transformers` computes with `Linear`, in integers of 8 bits; and their values."""
+    stored: dict[str, Tensor] = {}
+    values = load_file(source / "model.safetensors")
+    for name, value in values.items():
+        if not re.search(r"layers\..*(_proj|_proj_with_mqa)\.weight$", name):
+            stored[name] = value
+            continue
+        scale = value.abs().amax(1, keepdim=True) / 127
+        codes = (value / scale).round()
+        stored |= {name: codes.to(torch.int8), f"{name}_scale": scale}
+        values[name] = codes * scale
+    said = json.loads((source / "config.json").read_text())
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    groups = {"group_0": {"targets": targets, "weights": weights}}
+    section = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+    paths = folder / "plain", folder / "stored"
+    for path, tensors, more in ((paths[0], values, {}), (paths[1], stored, {"quantization_config": section})):
+        path.mkdir()
+        save_file(tensors, path / "model.safetensors")
+        (path / "config.json").write_text(json.dumps({**said, **more}))
+    return paths
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", "GptOss", "Llama4"])
+def test_a_class_has_all_layers_of_it(family: str, tmp_path: Path) -> None:
+    """That which makes keys and values of latents too, and no experts that are one tensor: that is no layer."""
+    source = make_tiny(family, {}, tmp_path / "tiny").folder
+    plain, stored = write_linear(source, tmp_path, ["Linear"])
+    check_ranks(stored, logits_of_threads(plain, 1), Ops())
+
+
+def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    source = make_tiny("GptOss", {}, tmp_path / "tiny").folder
+    stored = write_linear(source, tmp_path, ["Linear", "re:.*experts.*"])[1]
+    tensors = load_file(stored / "model.safetensors")
+    tensors |= {name: value.to(torch.int8) for name, value in tensors.items() if name.endswith("gate_up_proj")}
+    save_file(tensors, stored / "model.safetensors")
+    with pytest.raises(ModelFormatError, match="experts.gate_up_proj: its experts lie in one tensor"):
+        load_matrices(stored)

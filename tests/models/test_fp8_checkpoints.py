@@ -207,6 +207,29 @@ def test_what_is_ignored_stays_plain(tiny_llama: Tiny, tmp_path: Path) -> None:
     check(engine, make_oracle(tiny_llama, by_row, rounding, keep), tiny_llama.model)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {
+            **FP8,
+            "modules_to_not_convert": ["lm_head", "model.language_model.layers.0.mlp", r"^model\.layers\.1\..*o_proj$"],
+        },
+        compressed("channel", TOKEN, ignore=["lm_head", "model.language_model.layers.0.mlp.down_proj"]),
+    ],
+    ids=lambda config: config["quant_method"],
+)
+def test_what_is_stored_plainly_is_plain_whatever_lists_say(tiny_llama: Tiny, tmp_path: Path, config: dict) -> None:
+    """They have the names that modules had where a model was quantised, or are matched in the ways of others."""
+
+    def keep(name: str) -> bool:
+        return "layers.0.mlp" in name or "layers.1.self_attn.o_proj" in name
+
+    folder = write_fp8(tiny_llama, tmp_path, config, by_row, keep=keep)
+    engine = start(folder)
+    assert [isinstance(matrix, Fp8Weight) for matrix in matrices(engine)] == [True, True, False, False]
+    check(engine, make_oracle(tiny_llama, by_row, ROWS, keep), tiny_llama.model)
+
+
 def test_a_quantised_head_is_widened(tiny_llama: Tiny, tmp_path: Path) -> None:
     folder = write_fp8(
         tiny_llama,

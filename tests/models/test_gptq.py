@@ -27,7 +27,9 @@ from ranks import PROMPT, check_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from text_generation_inference.config import ServerConfig
 from text_generation_inference.errors import ModelFormatError
+from text_generation_inference.launch.check import check_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -265,6 +267,22 @@ def test_files_of_tgi(tiny_llama: Tiny, tmp_path: Path) -> None:
     for number, config in enumerate((None, GPTQ)):
         written = write(tiny_llama.folder, tmp_path / str(number), config, quantize, extra)
         assert len(check_same(written, quantize="gptq")) == 7 * 3 * 4
+
+
+def test_check_reads_what_tensors_tell(tiny_llama: Tiny, tmp_path: Path) -> None:
+    """Bits and groups, where nothing else does; a head that config.json does not know of; on ranks, too."""
+
+    def quantize(name: str, weight: Tensor) -> tuple[Codes, Tensors]:
+        made = encode(weight, 8, 16, symmetric=False)
+        return made, gptq_tensors(made)
+
+    folder = write(tiny_llama.folder, tmp_path, None, quantize).folder
+    for ranks in (1, 2):
+        engine = start(folder, quantize="gptq", dtype=None, num_shard=ranks)
+        taken = engine.facts.weight_bytes
+        engine.close()
+        told = check_model(ServerConfig(model_id=str(folder), quantize="gptq", device="cpu", num_shard=ranks))
+        assert told.weight_bytes == taken and len(told.ranks) == (ranks if ranks > 1 else 0)
 
 
 def test_biases_of_the_file(tiny_llama: Tiny, tmp_path: Path) -> None:

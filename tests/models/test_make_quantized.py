@@ -413,6 +413,8 @@ def test_refused(tiny_llama: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "--batch-size must be >= 1" in refused(source, out, "--batch-size", "0")
     for size in ("0", "inf", "nan"):
         assert "--max-shard-gb must be a number above 0" in refused(source, out, "--max-shard-gb", size)
+    for place in (tmp_path / "empty.txt", tmp_path / "empty.txt" / "out"):  # known before a model is fetched
+        assert f"{tmp_path / 'empty.txt'} is no folder" in refused("org/of-the-hub", str(place))
     stored = tmp_path / "stored"
     stored.mkdir()
     config = json.loads((tiny_llama.folder / "config.json").read_text())

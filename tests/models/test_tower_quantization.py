@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from served_pictures import NUM_NEW, PROMPTS, Served, serve
 from torch import Tensor
 
+from text_generation_inference.config import ServerConfig
 from text_generation_inference.kernels.fp8 import FP8, Fp8Weight
 from text_generation_inference.kernels.ops import Ops
+from text_generation_inference.launch.check import check_model
 from text_generation_inference.models.vision.blocks import TowerFeedForward, TowerLinear
 from text_generation_inference.models.vision.tower import run_parts
 from text_generation_inference.quant.fp8 import Fp8
@@ -83,6 +85,17 @@ def test_a_tower_that_is_stored_in_fp8(served: Served, tmp_path: Path) -> None:
     assert sum(kinds) > len(kinds) / 2 and not any(plain)
     for ours, expected in zip(found, widened, strict=True):
         assert 0 < (ours - expected).norm() < 0.1 * expected.norm()
+
+
+def test_check(served: Served, tmp_path: Path) -> None:
+    """`tgi check` takes a tower as it is stored, and counts it so."""
+    reports = [
+        check_model(ServerConfig(model_id=str(write_fp8(served, tmp_path / str(with_tower), with_tower)), device="cpu"))
+        for with_tower in (True, False)
+    ]
+    assert not any(report.problems for report in reports)
+    in_fp8, plain = (report.weight_bytes or 0 for report in reports)
+    assert 0 < in_fp8 < plain
 
 
 def test_rules_that_leave_the_tower_out(served: Served, tmp_path: Path) -> None:

@@ -141,6 +141,15 @@ def test_files_beside_config(tmp_path: Path, file: str, content: dict, kind: typ
     assert (found.stored.bits, found.stored.group_size) == (bits, size)
 
 
+@pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
+def test_text_config_may_say_it(name: str, tmp_path: Path) -> None:
+    """Of a model that sees, whose text model was quantised by itself; what stands outside comes first."""
+    inside = {"text_config": {"hidden_size": 64, name: {**GPTQ, "bits": 8}}}
+    found = detect(quantization_beside(inside, tmp_path), "config.json")
+    assert isinstance(found, gptq.GptqQuantization) and found.stored.bits == 8
+    assert quantization_beside({**inside, "quantization_config": GPTQ}, tmp_path) == {}
+
+
 def test_what_the_setting_may_stand_for() -> None:
     by_gptq, by_awq = (detect({"quantization_config": config}, "config.json") for config in (GPTQ, AWQ))
     assert choose_quantization("gptq", by_gptq) is by_gptq and choose_quantization("gptq", by_awq) is by_awq

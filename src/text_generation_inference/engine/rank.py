@@ -521,12 +521,13 @@ def load_model(
         return model
     checkpoint = Checkpoint.open(source.weights_path)
     model.adapt(checkpoint.names(), checkpoint.are_equal)
+    headers = checkpoint.headers
     if quantization is not None:
-        quantization = quantization.named_as_in({name: checkpoint.shape(name) for name in checkpoint.names()})
+        quantization = quantization.named_as_in(headers.shapes)
         if quantization.rounds_head:
             model.split_head()
     computed = device.ops.block_kinds if dtype is torch.float32 else ()  # products of blocks are in float32
-    assign_methods(model, quantization, checkpoint.block_types, computed, checkpoint.is_plain)
+    assign_methods(model, quantization, checkpoint.block_types, computed, headers.is_plain)
     hold_wide_copies(model, dtype, device)
     check_weights_fit(config, model, dtype, device)
     ignored = (*model.ignored, *(quantization.may_leave if quantization is not None else ()))

@@ -1,4 +1,4 @@
-"""What is known of a model without loading it: its config, the names and shapes of its tensors, its tokenizer's words.
+"""What is known of a model without loading it: its config, the headers of its tensors, its tokenizer's words.
 
 From a folder, a GGUF file or the hub. What reads them imports torch, so it is imported when a model is looked at.
 """
@@ -12,8 +12,7 @@ import msgspec
 
 from text_generation_inference.config import ServerConfig, expand_home
 from text_generation_inference.launch.check_report import Report
-
-Shapes = dict[str, tuple[int, ...]]
+from text_generation_inference.weights.headers import Headers
 
 
 class Facts(msgspec.Struct, kw_only=True):
@@ -21,7 +20,7 @@ class Facts(msgspec.Struct, kw_only=True):
 
     config: Mapping[str, Any]
     source: str  # where the config was read
-    read_shapes: Callable[[], Shapes]  # of the weights: asked once the config is known to be served
+    read_headers: Callable[[], Headers]  # of the weights: asked once the config is known to be served
     blocks: dict[str, str] = {}  # matrices in quantised blocks: their types
     has_tokenizer: bool
     lacks_tokenizer: str = ""  # why, and what to do
@@ -67,7 +66,9 @@ def _look_at_gguf(path: Path) -> Facts:
     return Facts(
         config=config,
         source=str(path),
-        read_shapes=lambda: {plan.name: plan.shape for plan in plans},
+        read_headers=lambda: Headers(
+            {plan.name: plan.shape for plan in plans}, dict.fromkeys((plan.name for plan in plans), "F32")
+        ),
         blocks={
             plan.name: plan.source.type_name
             for plan in plans
@@ -80,15 +81,22 @@ def _look_at_gguf(path: Path) -> Facts:
 
 
 def _look_at_folder(config: ServerConfig, folder: Path) -> Facts:
+    from text_generation_inference.weights.checkpoint import Checkpoint
+
     weights = expand_home(config.weights_cache_override or str(folder), "weights_cache_override")
     dummy = config.load_format == "dummy"
     names = [path.name for path in folder.iterdir()]
-    return _describe(folder, lambda: {} if dummy else _local_shapes(weights), names)
+    return _describe(folder, lambda: Headers({}, {}) if dummy else Checkpoint.open(weights).headers, names)
 
 
 def _look_at_hub(config: ServerConfig) -> Facts:
     from text_generation_inference.text.tokenizer_files import explain_missing, has_tokenizer
-    from text_generation_inference.weights.download import download_description, download_model, list_files, read_shapes
+    from text_generation_inference.weights.download import (
+        download_description,
+        download_model,
+        list_files,
+        read_headers,
+    )
     from text_generation_inference.weights.source import hub_access
 
     model, revision, access = config.model_id, config.revision, hub_access(config)
@@ -101,14 +109,14 @@ def _look_at_hub(config: ServerConfig) -> Facts:
     if elsewhere or (weights and all(weights)):
         facts = _look_at_folder(config, folder)
     else:
-        facts = _describe(folder, lambda: read_shapes(model, revision, access), ())
+        facts = _describe(folder, lambda: read_headers(model, revision, access), ())
     names = [file.name for file in files]
     facts.has_tokenizer, facts.lacks_tokenizer = has_tokenizer(names), explain_missing(names)
     facts.download_bytes = sum(file.num_bytes for file in files if not file.is_cached)
     return facts
 
 
-def _describe(folder: Path, read_shapes: Callable[[], Shapes], names: Collection[str]) -> Facts:
+def _describe(folder: Path, read_headers: Callable[[], Headers], names: Collection[str]) -> Facts:
     from text_generation_inference.models.registry import read_config
     from text_generation_inference.text.chat_template import ChatTemplate
     from text_generation_inference.text.tokenizer_files import explain_missing, has_tokenizer
@@ -122,7 +130,7 @@ def _describe(folder: Path, read_shapes: Callable[[], Shapes], names: Collection
     return Facts(
         config=config.fields,
         source=config.source,
-        read_shapes=read_shapes,
+        read_headers=read_headers,
         has_tokenizer=has_tokenizer(names),
         lacks_tokenizer=explain_missing(names),
         finds_chat_template=lambda: ChatTemplate.load(folder).found,
@@ -149,10 +157,3 @@ def _describe_text(report: Report, folder: Path, fields: Mapping[str, Any]) -> N
     rule = find_rule(folder, fields)
     if rule is not None:
         report.picture_tokens = picture_costs(rule, PictureWords.of(rule, tokenizer), tokenizer)
-
-
-def _local_shapes(folder: Path) -> Shapes:
-    from text_generation_inference.weights.checkpoint import Checkpoint
-
-    checkpoint = Checkpoint.open(folder)
-    return {name: checkpoint.shape(name) for name in checkpoint.names()}

@@ -5,7 +5,7 @@ report. Imports torch.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +46,7 @@ from text_generation_inference.quant.quantization import Quantization
 from text_generation_inference.runner import kv_cache
 from text_generation_inference.types import Limits
 from text_generation_inference.units import gigabytes
+from text_generation_inference.weights.headers import Headers
 from text_generation_inference.weights.load import check_tensors, count_parameters, weight_bytes
 
 
@@ -70,12 +71,18 @@ def fill(report: Report, config: ServerConfig, facts: Facts) -> None:
     described = build(model_config, Context(trusts_code=config.trust_remote_code))  # raises for what is served nowhere
     _describe(report, config, facts, described, find_module(model_config))
     chosen = _choose(report, config, model_config, stored)
-    model, held = _weigh(report, config, facts, chosen, described)
+    computed = _count(report, config, chosen)
+    check_ranks(described, report.num_shard, config.expert_parallel)
+    model, held = _weigh(report, config, facts.blocks, chosen, computed, None)
     caches = held.caches(kv_cache.choose_dtype(config.kv_cache_dtype, chosen.dtype))
     report.kv_bytes_per_token = max((part.kv_bytes_per_token for part in report.ranks), default=bytes_per_token(caches))
     report.kv_layers = _group_layers(caches)
     if config.load_format != "dummy":
-        _compare_tensors(report, facts, model, chosen.quantization)
+        headers = facts.read_headers()
+        model, held = _weigh(report, config, facts.blocks, chosen, computed, headers)
+        may_leave = () if chosen.quantization is None else chosen.quantization.may_leave
+        check_tensors(model, headers.shapes, (*model.ignored, *may_leave), report.model)
+    report.notes = [*report.notes, *describe_widened(model, chosen.dtype), *model.describe_type(chosen.dtype)]
     report.quantization = name_quantization(facts.config, config.quantize)  # the setting alone may be wrong about it
     report.quantization_is_supported = report.quantization is not None
     left = _find_room(report, config, chosen, held)
@@ -109,47 +116,58 @@ def _choose(report: Report, config: ServerConfig, model_config: Config, stored: 
     check_precision(config, quantization, device)
 
     def describe(parallel: Parallel) -> Model:
-        return build(
-            model_config, Context(device.ops, parallel, device.torch_device, trusts_code=config.trust_remote_code)
-        )
+        step = 1 if quantization is None else quantization.width_step
+        about = (device.ops, parallel, device.torch_device, dtype, config.trust_remote_code, step)
+        return build(model_config, Context(*about))
 
     return _StartChoice(device, dtype, quantization, describe)
 
 
-def _weigh(
-    report: Report, config: ServerConfig, facts: Facts, chosen: _StartChoice, described: Model
-) -> tuple[Model, Model]:
-    """The model, and the largest part that a rank has of it."""
-    device, dtype, num_ranks = chosen.device, chosen.dtype, config.num_shard or 1
-    model = chosen.build(SINGLE)
+def _count(report: Report, config: ServerConfig, chosen: _StartChoice) -> Collection[str]:
+    """Parameters and what they take in each type. Returns the types of blocks that the device computes from."""
+    device, model = chosen.device, chosen.build(SINGLE)
     report.parameters = count_parameters(model)
     _count_experts(report, model)
     report.weight_bytes_by_dtype = {name: weight_bytes(model, getattr(torch, name)) for name in device.limits.dtypes}
-    computed: Collection[str] = ()
-    if config.custom_kernels and device.torch_device.type == "cpu":  # as the kernels hold matrices that a start builds
-        device.ops.low_bit_ops = Ops().low_bit_ops
-        computed = BLOCKS if report.dtype == "float32" else ()
-    assign_methods(model, chosen.quantization, facts.blocks, computed)
-    cache_dtype = kv_cache.choose_dtype(config.kv_cache_dtype, dtype)
-    check_ranks(described, num_ranks, config.expert_parallel)
-    report.weight_bytes, held = weight_bytes(model, dtype), model
-    for rank in range(num_ranks if num_ranks > 1 else 0):
-        part = chosen.build(Parallel(rank, num_ranks))
-        assign_methods(part, chosen.quantization, facts.blocks, computed)
-        report.ranks = [*report.ranks, RankPart(weight_bytes(part, dtype), bytes_per_token(part.caches(cache_dtype)))]
-        if rank == 0 or report.ranks[-1].weight_bytes > report.weight_bytes:
-            report.weight_bytes, held = report.ranks[-1].weight_bytes, part
-    report.notes = [*report.notes, *describe_widened(model, dtype), *model.describe_type(dtype)]
-    return model, held
+    if not config.custom_kernels or device.torch_device.type != "cpu":
+        return ()
+    device.ops.low_bit_ops = Ops().low_bit_ops  # as the kernels hold matrices that a start builds
+    return BLOCKS if report.dtype == "float32" else ()
 
 
-def _compare_tensors(report: Report, facts: Facts, model: Model, quantization: Quantization | None) -> None:
-    shapes, may_leave = facts.read_shapes(), ()
-    model.adapt(list(shapes))
-    if quantization is not None:
-        may_leave = quantization.may_leave
-        assign_methods(model, quantization.named_as_in(shapes))
-    check_tensors(model, shapes, (*model.ignored, *may_leave), report.model)
+def _weigh(
+    report: Report,
+    config: ServerConfig,
+    blocks: Mapping[str, str],
+    chosen: _StartChoice,
+    computed: Collection[str],
+    headers: Headers | None,
+) -> tuple[Model, Model]:
+    """All of the model, and the rank that holds most of it. Without headers config.json is asked alone how weights are
+    stored."""
+    named, is_plain = chosen.quantization, None
+    if headers is not None:
+        is_plain = headers.is_plain
+        named = None if named is None else named.named_as_in(headers.shapes)
+
+    def hold(parallel: Parallel) -> Model:
+        part = chosen.build(parallel)
+        if headers is not None:
+            part.adapt(list(headers.shapes))
+        assign_methods(part, named, blocks, computed, is_plain)
+        return part
+
+    whole = held = hold(SINGLE)
+    most, report.ranks = weight_bytes(whole, chosen.dtype), []
+    cache_dtype = kv_cache.choose_dtype(config.kv_cache_dtype, chosen.dtype)
+    for rank in range(report.num_shard if report.num_shard > 1 else 0):
+        part = hold(Parallel(rank, report.num_shard))
+        size = RankPart(weight_bytes(part, chosen.dtype), bytes_per_token(part.caches(cache_dtype)))
+        report.ranks = [*report.ranks, size]
+        if rank == 0 or size.weight_bytes > most:
+            most, held = size.weight_bytes, part
+    report.weight_bytes = most
+    return whole, held
 
 
 def _find_room(report: Report, config: ServerConfig, chosen: _StartChoice, held: Model) -> int:

@@ -45,6 +45,10 @@ class VocabWeight(Matrix):
         super().__init__(ops, [part], may_round=False, is_multiplied=is_head)
         self.is_head = is_head and not is_normed  # rows that are divided by their length stay as they are
 
+    @property
+    def layer_class(self) -> str:
+        return "Linear" if self.is_multiplied else "Embedding"
+
     def finish(self) -> None:
         if self.is_normed:
             self.weight = F.normalize(plain(self.weight))

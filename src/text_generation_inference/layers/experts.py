@@ -72,6 +72,10 @@ class StackedMatrix(Matrix):
                 self.bias = torch.zeros_like(self.bias)
 
     @property
+    def layer_class(self) -> str:
+        return "Linear" if self.parts[0].number is None else ""  # else one tensor of the layer has all experts
+
+    @property
     def outputs_per_token(self) -> int:
         return self.shape[0] // self.num_experts * self.top_k
 

@@ -44,7 +44,11 @@ class Output:
         self._making = folder / _MAKING
 
     def check_free(self) -> None:
-        """Raise `StartError` where a model is already, or weights that were not made here."""
+        """Raise `StartError` where a model is already, or weights that were not made here, and where there can be no
+        folder."""
+        there = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise StartError(f"Cannot write to {self.folder}: {there} is no folder that may be written to")
         is_begun = (self._making / _ABOUT).exists()
         if (self.folder / CONFIG).exists() or (not is_begun and any(self.folder.glob("*.safetensors"))):
             raise StartError(f"{self.folder} holds a model already: name another folder, or remove it")

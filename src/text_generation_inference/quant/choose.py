@@ -4,7 +4,7 @@ A checkpoint says in config.json how it is stored (`detect`), a setting may ask 
 `assign_methods` hands the methods out before anything is loaded.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def detect(config: Mapping[str, Any], source: str) -> Quantization | None:
     if not found:
         return None
     fields = Fields(found, f"{source}: `quantization_config`")
-    method = fields.text("quant_method", "")
+    method = fields.text("quant_method", "") or _untold_method(fields.value)
     if method not in METHODS:
         raise ModelFormatError(
             f"{fields.place}: `quant_method` {method!r} is not supported. Read are {', '.join(METHODS)} and GGUF files:"
@@ -92,6 +92,11 @@ def detect(config: Mapping[str, Any], source: str) -> Quantization | None:
             " should be small."
         )
     return METHODS[method](found, source)
+
+
+def _untold_method(fields: Mapping[str, Any]) -> str:
+    """bitsandbytes was the only one when `transformers` began to write how a model is stored, and had no name."""
+    return "bitsandbytes" if any(fields.get(f"load_in_{bits}bit") is True for bits in (4, 8)) else ""
 
 
 def choose_quantization(asked: str | None, stored: Quantization | None) -> Quantization | None:
@@ -123,15 +128,21 @@ def assign_methods(
 ) -> None:
     """Give each matrix its method. `block_types` are those that a file has matrices in, `computed` those of the ops;
     `is_plain`: whether a checkpoint has the matrix of this name in a type that numbers are computed in."""
+
+    def is_left(matrix: Matrix, names: Sequence[str]) -> bool:
+        """Stored plainly, and not to be rounded: whatever config.json lists, which may be in other names."""
+        if not matrix.only_as_stored and not has_others:
+            return False
+        return is_plain is None or all(map(is_plain, names))
+
     if quantization is not None and not has_matrices(model):
         raise StartError("a model that is served through transformers cannot be quantised: leave `quantize` out")
+    has_others = quantization is not None and not quantization.rounds_plain and _are_some_stored(model, is_plain)
     for prefix, module in model.walk():
         if isinstance(module, Matrix):
             names = module.names(prefix)
             method = None
-            if quantization is not None and not (
-                module.only_as_stored and (is_plain is None or all(map(is_plain, names)))
-            ):
+            if quantization is not None and not is_left(module, names):
                 method = quantization.choose(module, names)
             if method is None and block_types:
                 method = gguf.detect(module, [prefix + part.name for part in module.parts], block_types, computed)
@@ -148,6 +159,14 @@ def assign_methods(
 def has_matrices(model: Module) -> bool:
     """Whether it has some that a method can hold: not if it is served through `transformers`."""
     return any(isinstance(module, Matrix) for _, module in model.walk())
+
+
+def _are_some_stored(model: Module, is_plain: Callable[[str], bool] | None) -> bool:
+    """Whether a checkpoint has any matrix of a layer otherwise than plainly; without one a file is not what it says."""
+    if is_plain is None:
+        return False
+    layers = ((prefix, each) for prefix, each in model.walk() if isinstance(each, Matrix) and each.may_round)
+    return not all(is_plain(name) for prefix, matrix in layers for name in matrix.names(prefix))
 
 
 def is_quantized(model: Module) -> bool:
@@ -173,9 +192,12 @@ def quantization_beside(config: Mapping[str, Any], folder: Path) -> dict[str, An
     """What a quantised checkpoint says elsewhere than in `quantization_config`, as that would say it."""
     if config.get("quantization_config") or config.get("compression_config"):
         return {}
-    elsewhere = config.get("quantization")
+    elsewhere, text = config.get("quantization"), config.get("text_config")
     if isinstance(elsewhere, Mapping) and "bits" in elsewhere:
         return {"quantization_config": {"quant_method": "mlx", **elsewhere}}
+    for name in ("quantization_config", "compression_config"):
+        if isinstance(text, Mapping) and text.get(name):  # of a model that sees, whose text model was quantised alone
+            return {"quantization_config": text[name]}
     for name, method in QUANTIZATION_BESIDE.items():
         try:
             found = read_json_object(folder / name)
@@ -202,7 +224,7 @@ def name_quantization(config: Mapping[str, Any], asked: str | None = None) -> st
         bits = _BITS_BY_NAME.get(str(fields.get("quant_algo") or fields.get("quant_method")))
     for name, width in (("load_in_4bit", 4), ("load_in_8bit", 8)):
         bits = width if fields.get(name) is True else bits
-    method = str(fields.get("quant_method") or "a method without a name")
+    method = str(fields.get("quant_method") or _untold_method(fields) or "a method without a name")
     widths = {bits} if isinstance(bits, int) else _list_widths(fields)
     return f"{method}, {' and '.join(map(str, sorted(widths)))} bits" if widths else method
 

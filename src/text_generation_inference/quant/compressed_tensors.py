@@ -72,8 +72,7 @@ class CompressedTensors(Quantization):
         return replace(self, stored=frozenset(stored))
 
     def choose(self, matrix: Matrix, names: Sequence[str]) -> Method | None:
-        kind = "Linear" if matrix.is_multiplied else "Embedding"
-        schemes = [self.scheme_of(name, kind) for name in names]
+        schemes = [self.scheme_of(name, matrix.layer_class) for name in names]
         if not matrix.may_round:  # heads, embeddings and routers are often plain without a word
             schemes = [self._if_stored(name, scheme) for name, scheme in zip(names, schemes, strict=True)]
         found = [scheme for scheme in schemes if scheme is not None]

@@ -113,6 +113,10 @@ class OnLoading(Quantization):
     needs_fp8 = True
 
     @property
+    def rounds_plain(self) -> bool:
+        return True
+
+    @property
     def description(self) -> str:
         return "matrices in FP8, quantised on loading"
 

@@ -66,13 +66,13 @@ class StoredIntegers(StoredLowBit):
         return self.stored.drops_inputs
 
     def holder(self, part: Part) -> tuple[str, tuple[int, ...]]:
+        check_whole(part)
         shapes = self._code_shapes(part)
         if len(shapes) == 1:
             return self._codes_name(part.name), shapes[0]
         return beside(part.name, "weight_scale"), self._scale_shapes(part)[0]  # codes lie in one of two ways
 
     def declare(self, part: Part) -> dict[str, Beside]:
-        check_whole(part)
         stored = self.stored
         found = {
             self._codes_name(part.name): Beside(self._code_shapes(part)),

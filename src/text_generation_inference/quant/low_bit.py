@@ -179,6 +179,10 @@ class LowBitOnLoading(Quantization):
         return f"`quantize` {self.method}"
 
     @property
+    def rounds_plain(self) -> bool:
+        return True
+
+    @property
     def width_step(self) -> int:
         return self.scheme.group_size or 1
 

@@ -64,7 +64,7 @@ class Matrix(Module):
         self.ops = ops
         self.parts = parts
         self.may_round = may_round  # a method may change its values; else it only stores them
-        self.is_multiplied = is_multiplied  # else its rows are only looked up
+        self.is_multiplied = is_multiplied  # by `apply`; else its rows are looked up, or another op takes it as it is
         self.is_delicate = False  # rounding costs most here: stays as it is where it is not stored rounded already
         self.method: Method = PLAIN
         self.weight: Weight  # what the method makes of it
@@ -74,6 +74,11 @@ class Matrix(Module):
     @property
     def shape(self) -> tuple[int, ...]:
         return Declared("weight", self.parts).shape
+
+    @property
+    def layer_class(self) -> str:
+        """What `transformers` computes it with, by which configurations choose matrices; empty: no layer of its own."""
+        return "Linear"
 
     @property
     def outputs_per_token(self) -> int:

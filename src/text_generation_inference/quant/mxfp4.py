@@ -88,6 +88,10 @@ class Mxfp4Experts(Quantization):
     origin: str = "this checkpoint, whose experts are in MXFP4,"
 
     @property
+    def rounds_plain(self) -> bool:
+        return self.needs_fp8
+
+    @property
     def width_step(self) -> int:
         return GROUP
 

@@ -14,6 +14,11 @@ class Quantization:
     needs_fp8: bool = False  # the device must compute in FP8
 
     @property
+    def rounds_plain(self) -> bool:
+        """Whether matrices that a checkpoint has plainly are put into it."""
+        return False
+
+    @property
     def rounds_head(self) -> bool:
         """Whether a head is held in another form than the embedding that it may share its tensor with."""
         return False

@@ -17,10 +17,10 @@ from torch import Tensor
 from text_generation_inference.errors import ModelFormatError
 from text_generation_inference.files import check_plain_file, read_json_object
 from text_generation_inference.kernels.fp8 import E8M0
+from text_generation_inference.weights.headers import Headers
 from text_generation_inference.weights.model_files import BLOCKS, INDEX, WEIGHTS, explain_pickles
 from text_generation_inference.weights.upload import FileSpan, Identity, Upload, identify
 
-_COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS_AT_ONCE = 4096
 DTYPES = {
     "F64": torch.float64,
@@ -120,9 +120,12 @@ class Checkpoint:
         """The stored type."""
         return self._find(name).dtype
 
-    def is_plain(self, matrix: str) -> bool:
-        """Whether it has this matrix (`.weight` left out) in a type that is computed in, rather than in fewer bits."""
-        return any(name in self and self.dtype(name) in _COMPUTED for name in (f"{matrix}.weight", matrix))
+    @property
+    def headers(self) -> Headers:
+        return Headers(
+            {name: stored.shape for name, stored in self._stored.items()},
+            {name: stored.file.tensors[name]["dtype"] for name, stored in self._stored.items()},
+        )
 
     def are_equal(self, one: str, other: str) -> bool:
         """Whether two tensors have the same values; those of different shapes or types are not compared."""

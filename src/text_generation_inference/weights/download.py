@@ -26,6 +26,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import tqdm
 
 from text_generation_inference.errors import ModelFormatError, ModelNotFoundError, ResourceError, StartError
+from text_generation_inference.weights.headers import Headers
 from text_generation_inference.weights.hub_access import HubAccess
 from text_generation_inference.weights.model_files import (
     CONFIG,
@@ -96,8 +97,8 @@ def list_files(model_id: str, revision: str | None, access: HubAccess) -> list[H
     return [HubFile(file.filename, file.file_size or 0, file.is_cached) for file in found]
 
 
-def read_shapes(model_id: str, revision: str | None, access: HubAccess) -> dict[str, tuple[int, ...]]:
-    """The shapes of the model's tensors by name, from the first bytes of each weight file."""
+def read_headers(model_id: str, revision: str | None, access: HubAccess) -> Headers:
+    """Of the model's weight files, from the first bytes of each."""
     try:
         found = HfApi(endpoint=access.endpoint, token=access.token).get_safetensors_metadata(
             model_id, revision=revision
@@ -108,7 +109,11 @@ def read_shapes(model_id: str, revision: str | None, access: HubAccess) -> dict[
         ) from error
     except Exception as error:
         raise _explain(_name(model_id, revision), model_id, access.offline, error) from error
-    return {name: tuple(info.shape) for file in found.files_metadata.values() for name, info in file.tensors.items()}
+    tensors = {name: info for file in found.files_metadata.values() for name, info in file.tensors.items()}
+    return Headers(
+        {name: tuple(info.shape) for name, info in tensors.items()},
+        {name: info.dtype for name, info in tensors.items()},
+    )
 
 
 def _others(access: HubAccess) -> list[str]:

@@ -36,6 +36,10 @@ class MeasuredQuantization(Quantization):
         return None if found is None else MeasuredFp8(found)
 
     @property
+    def rounds_plain(self) -> bool:
+        return True
+
+    @property
     def rounds_head(self) -> bool:
         return self.scales.find_head() is not None
 
