@@ -1,6 +1,8 @@
 """Output tokens per second on this machine's CPU, ours beside llama.cpp's server on the same GGUF files, from one run.
 
     python bench/cpu_gguf.py --peer-python PYTHON [--models dense windowed] [--rounds 2] [--levels 1 4 16] [--json FILE]
+    python bench/cpu_gguf.py --before OTHER/src --rounds 8 --all --out 32 [--processor-time]
+    python bench/cpu_gguf.py --peer-python PYTHON --in 512 --out 1 --levels 1
 
 Four small models, one of each kind: the embedded one in Q4_1; and with random weights, written once to `--folder`: a
 dense one of Qwen 3's form (Q4_K, values and every other `down` in Q6_K, as files called Q4_K_M are), one with experts
@@ -10,6 +12,9 @@ and take turns, batch by batch, so that a slow moment of the machine hits both; 
 within a turn. PYTHON has `xllamacpp` and `aiohttp` (keep it in an environment of its own). llama.cpp rounds activations
 to 8 bits, so answers part after a while; the table says how many first tokens are equal. Ours runs offline, llama.cpp
 over HTTP.
+
+`--before` has the engine of another checkout (`git worktree add`) take turns too; `--in` gives prompts of another
+length.
 
 On a machine that others use, `--threads 1 --processor-time` counts the processor time of each side in place of the time
 that passes: neither waits for a thread that does not run, but nothing is said of how well two threads share the work.
@@ -103,8 +108,10 @@ MODELS: dict[str, Model | None] = {
 
 
 def work_of(name: str) -> tuple[int, int]:
+    """Tokens in and out."""
     model = MODELS[name]
-    return (model.num_in, model.num_out) if model else (64, 128)
+    num_in, num_out = (model.num_in, model.num_out) if model else (64, 128)
+    return int(os.environ.get("BENCH_IN", num_in)), num_out
 
 
 def prompts(name: str, level: int, seed: int) -> list[list[int]]:
@@ -302,6 +309,10 @@ def measure(name: str, path: Path, options: argparse.Namespace) -> list[dict[str
     out = options.out or work_of(name)[1]
     about = ["--models", name, "--file", str(path)]
     sides = {"ours": Side("ours", [sys.executable, __file__, "--run", "ours", *about], options.threads)}
+    if options.before:
+        sides["before"] = Side(
+            "before", [sys.executable, __file__, "--run", "ours", *about], options.threads, options.before
+        )
     if options.peer_python:
         command = [options.peer_python, __file__, "--run", "llamacpp", *about]
         sides["llama.cpp"] = Side("llama.cpp", command, options.threads)
@@ -313,7 +324,8 @@ def measure(name: str, path: Path, options: argparse.Namespace) -> list[dict[str
             if turn * level >= options.rounds and not options.all:  # long batches are their own average
                 continue
             seed = 1000 * turn + level
-            rows[level].append({key: side.run(level, seed, out) for key, side in sides.items()})
+            order = list(sides.items())[:: -1 if turn % 2 else 1]
+            rows[level].append({key: side.run(level, seed, out) for key, side in order})
             seconds = {key: round(found["seconds"], 2) for key, found in rows[level][-1].items()}
             print(f"{name} x{level}: {seconds} s", file=sys.stderr)
     for side in sides.values():
@@ -325,6 +337,9 @@ def summarise(name: str, level: int, out: int, turns: list[dict[str, Any]]) -> d
     row: dict[str, Any] = {"model": name, "level": level, "work": f"{work_of(name)[0]}/{out}"}
     for side in turns[0]:
         row[side] = statistics.median(level * out / turn[side]["seconds"] for turn in turns)
+    if "before" in turns[0]:
+        assert all(turn["before"]["first"] == turn["ours"]["first"] for turn in turns), "other tokens than before"
+        row["before_ratios"] = [turn["before"]["seconds"] / turn["ours"]["seconds"] for turn in turns]
     if "llama.cpp" in turns[0]:
         row["ratios"] = [turn["llama.cpp"]["seconds"] / turn["ours"]["seconds"] for turn in turns]
         pairs = [pair for turn in turns for pair in zip(turn["ours"]["first"], turn["llama.cpp"]["first"], strict=True)]
@@ -332,15 +347,22 @@ def summarise(name: str, level: int, out: int, turns: list[dict[str, Any]]) -> d
     return row
 
 
+def spread_of(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.2f}x" + (f" ({min(ratios):.2f}-{max(ratios):.2f})" if len(ratios) > 1 else "")
+
+
 def show(rows: list[dict[str, Any]]) -> None:
-    heads = ["model", "in/out", "concurrency", "ours, tok/s", "llama.cpp, tok/s", "ours / llama.cpp", "goal"]
-    print("\n| " + " | ".join([*heads, "first tokens equal"]) + " |")
-    print("|---" * (len(heads) + 1) + "|")
+    heads = ["model", "in/out", "concurrency", "ours, tok/s"]
+    heads += ["before, tok/s", "ours / before"] if "before" in rows[0] else []
+    heads += ["llama.cpp, tok/s", "ours / llama.cpp", "goal", "first tokens equal"] if "llama.cpp" in rows[0] else []
+    print("\n| " + " | ".join(heads) + " |")
+    print("|---" * len(heads) + "|")
     for row in rows:
         cells = [row["model"], row["work"], str(row["level"]), f"{row['ours']:.0f}"]
-        if ratios := row.get("ratios"):
-            spread = f" ({min(ratios):.2f}-{max(ratios):.2f})" if len(ratios) > 1 else ""
-            cells += [f"{row['llama.cpp']:.0f}", f"{statistics.median(ratios):.2f}x{spread}", f"{GOALS[row['level']]}x"]
+        if "before" in row:
+            cells += [f"{row['before']:.0f}", spread_of(row["before_ratios"])]
+        if "llama.cpp" in row:
+            cells += [f"{row['llama.cpp']:.0f}", spread_of(row["ratios"]), f"{GOALS[row['level']]}x"]
             cells.append("{} of {}".format(*row["equal"]))
         print("| " + " | ".join(cells) + " |")
 
@@ -348,11 +370,15 @@ def show(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python", help="a Python with xllamacpp and aiohttp")
+    parser.add_argument("--before", help="the `src` of another checkout, whose engine takes turns too")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--levels", nargs="+", type=int, choices=list(GOALS), default=list(GOALS))
     parser.add_argument("--rounds", type=int, default=2, help="turns at concurrency 1, fewer above")
     parser.add_argument("--all", action="store_true", help="as many turns above")
-    parser.add_argument("--out", type=int, help="tokens of each answer, if not as many as each model's work says")
+    parser.add_argument(
+        "--in", dest="num_in", type=int, help="tokens of each prompt, if not as many as each model's work says"
+    )
+    parser.add_argument("--out", type=int, help="tokens of each answer, likewise")
     parser.add_argument("--threads", type=int, default=THREADS, help="of each side")
     parser.add_argument("--processor-time", action="store_true", help="tokens per second of processor time")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "tgi-bench-gguf")
@@ -364,6 +390,8 @@ def main() -> None:
         {"ours": run_ours, "llamacpp": run_llamacpp}[options.run](options.models[0], options.file)
         return
     os.environ["BENCH_THREADS"] = str(options.threads)  # which both sides read when they start
+    if options.num_in:
+        os.environ["BENCH_IN"] = str(options.num_in)
     os.environ["BENCH_CLOCK"] = "processor" if options.processor_time else "wall"
     rows: list[dict[str, Any]] = []
     for name in options.models:

@@ -11,16 +11,19 @@ from typing import Any
 class Side:
     """It reads lines `level seed out`, and writes a line of JSON with `seconds` when it is ready, and for each."""
 
-    def __init__(self, name: str, command: list[str], threads: int) -> None:
+    def __init__(self, name: str, command: list[str], threads: int, python_path: str | None = None) -> None:
         self.name = name
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(threads)}
+        if python_path is not None:
+            environment["PYTHONPATH"] = python_path
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(threads)},
+            env=environment,
         )
         self.read()
 
