@@ -180,6 +180,7 @@ def test_a_picture_that_is_not_there_is_refused(part: dict[str, Any]) -> None:
         ),
         ({"role": "user", "content": [{"type": ["text"], "text": "x"}]}, "holds a part of type ['text']"),
         ({"role": "user", "content": [{}]}, "an image that is not there"),
+        ({"role": "user", "content": [{"type": "image", "image": b"x"}]}, "a picture, and this model takes none"),
     ],
 )
 def test_what_would_be_lost_is_refused_in_words(message: Any, said: str) -> None:

@@ -31,8 +31,9 @@ Show = Callable[[Any], str | None]
 
 
 def _as_markdown(source: Any) -> str:
-    if isinstance(source, VideoSource):
-        raise ValidationError("`messages` holds a video, and this model takes none")
+    if not isinstance(source, str):  # with no address: what it holds is no text
+        what = "a video" if isinstance(source, VideoSource) else "a picture"
+        raise ValidationError(f"`messages` holds {what}, and this model takes none")
     return f"![]({source})"
 
 
