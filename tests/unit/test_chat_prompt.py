@@ -167,3 +167,6 @@ def test_markers_typed_by_users_are_refused_by_field() -> None:
         see("yi", False, HI, {"role": "user", "content": "a <soft> b"})
     with pytest.raises(ValidationError, match=r"`messages\[0\].content` holds '<start_of_image>'"):
         see("gemma3", True, {"role": "user", "content": [PICTURE, {"type": "text", "text": "<start_of_image>"}]})
+    calls = {"role": "assistant", "tool_calls": [CALL, {**CALL, "id": "call_2"}]}
+    with pytest.raises(ValidationError, match=r"`messages\[2\].content` holds '<soft>'"):  # which are put apart
+        see("llama31_tools", False, HI, calls, {"role": "user", "content": "<soft>"})

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from text_generation_inference.text.chat_template import ChatTemplate
 from text_generation_inference.text.messages import TOOL_PROMPT, append_tool_prompt, normalise_messages
 
 FILES = Path(__file__).parent / "templates"
+HI = {"role": "user", "content": "x"}
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "é", "parameters": {"type": "object"}}}]
 
 
@@ -178,6 +180,7 @@ def test_a_picture_that_is_not_there_is_refused(part: dict[str, Any]) -> None:
         ),
         ({"role": "user", "content": [{"type": ["text"], "text": "x"}]}, "holds a part of type ['text']"),
         ({"role": "user", "content": [{}]}, "an image that is not there"),
+        ({"role": "user", "content": [{"type": "image", "image": b"x"}]}, "a picture, and this model takes none"),
     ],
 )
 def test_what_would_be_lost_is_refused_in_words(message: Any, said: str) -> None:
@@ -290,11 +293,66 @@ def test_each_call_has_a_message_where_one_may_hold_no_more() -> None:
     assert shown(["a", "b"], ["b", "a"]) == "(So:|f0)(tool|r1)(|f1)(tool|r0)"
     assert shown(["a", "b", "c"], ["b"]) == "(So:|f0)(|f1)(tool|r0)(|f2)"
     assert shown(["a", "a"], ["a", "c"]) == "(So:|f0)(tool|r0)(|f1)(tool|r1)"
+    assert shown(["a", "a"], ["a", "a"]) == "(So:|f0)(tool|r0)(|f1)(tool|r1)"  # ids that do not tell calls apart
     assert shown(["a"], ["a"]) == "(So:|f0)(tool|r0)"
     for name in ("llama31_tools", "gpt_oss"):
         assert template(name).needs_single_calls, name
     for name in ("qwen3_thinking", "mistral_v3_tools", "deepseek_r1", "yi", "command_r_tool_use"):
         assert not template(name).needs_single_calls, name
+
+
+def test_calls_without_ids_have_a_result_each() -> None:
+    """As in `transformers`."""
+    calls = [{key: value for key, value in call({}, name=name).items() if key != "id"} for name in ("f", "g")]
+    messages: list[Any] = [HI, {"role": "assistant", "tool_calls": calls}]
+    messages += [{"role": "tool", "content": text} for text in "ab"]
+    shown = ChatTemplate(SINGLE).render(normalise_messages(messages, ChatTemplate(SINGLE)))
+    assert shown.replace("\n", "") == "(user|x)(|f)(tool|a)(|g)(tool|b)"
+    with pytest.raises(ValidationError, match="a message must be an object"):
+        normalise_messages([*messages, "x"], ChatTemplate(SINGLE))
+
+
+@pytest.mark.parametrize(
+    ("condition", "text"), [("m.content is none", ""), ("true", "m.content"), ("true", "m.content[0].text")]
+)
+def test_each_of_several_calls_has_the_content_that_the_template_asks_for(condition: str, text: str) -> None:
+    said = text or "m.content"
+    source = "{% for m in messages %}{% if m.tool_calls and CONDITION %}{{ m.tool_calls[0].function.name + TEXT }}/"
+    source += "{% elif not m.tool_calls %}{{ '' + SAID }}/{% endif %}{% endfor %}"
+    source = source.replace("CONDITION", condition).replace("TEXT", text or "''").replace("SAID", said)
+    template, calls = ChatTemplate(source), [call({}, name=name) for name in ("f", "g")]
+    assert template.needs_single_calls
+    messages = [HI, {"role": "assistant", "content": "", "tool_calls": calls}]
+    assert template.render(normalise_messages(messages, template)) == "x/f/g/"
+
+
+def test_pictures_of_results_come_in_the_order_of_the_prompt() -> None:
+    """A template that writes the same marker for each does not tell which is which."""
+    calls, found = [{**call({}), "id": name} for name in "ab"], list[Any]()
+    results = [{"role": "tool", "tool_call_id": name, "content": [{"image_url": name}]} for name in "ba"]
+    messages = [HI, {"role": "assistant", "tool_calls": calls}, *results]
+    normalise_messages(messages, ChatTemplate(SINGLE), found.append)
+    assert found == ["a", "b"]
+
+
+def test_contents_are_checked_with_the_places_they_come_from() -> None:
+    calls, found = [{**call({}), "id": name} for name in "ab"], list[Any]()
+    results = [{"role": "tool", "tool_call_id": name, "content": name} for name in "bac"]
+    messages = [HI, {"role": "assistant", "content": "So:", "tool_calls": calls}, *results, HI]
+    normalise_messages(messages, ChatTemplate(SINGLE), check=lambda *given: found.append(given))
+    assert found == [(0, "x"), (1, "So:"), (3, "a"), (1, ""), (2, "b"), (4, "c"), (5, "x")]
+
+
+def test_many_calls_and_results_take_no_longer_each() -> None:
+    """A server puts them apart beside others' requests."""
+    calls = [{**call({}), "id": str(number)} for number in range(20_000)]
+    results = [{"role": "tool", "tool_call_id": str(number), "content": "r"} for number in range(20_000)]
+    messages = [HI, {"role": "assistant", "tool_calls": calls}, *results]
+    pairs = [HI, *({"role": "assistant", "tool_calls": calls[:2]} for _ in range(20_000))]
+    start = time.process_time()
+    assert len(normalise_messages(messages, ChatTemplate(SINGLE))) == 40_001
+    assert len(normalise_messages(pairs, ChatTemplate(SINGLE))) == 40_001
+    assert time.process_time() - start < 10  # several times that, if each looks at all others
 
 
 def test_tool_prompt_as_tgi() -> None:

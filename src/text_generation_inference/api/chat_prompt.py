@@ -4,6 +4,7 @@ Everything but the rendering is plain work without waiting, done in a worker thr
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -201,8 +202,7 @@ def chat_job(
     if words is None or shown is None:
         messages = normalise_messages(plain, template)
     else:
-        messages = normalise_messages(plain, template, shown.show)
-        _check_texts(messages, words)
+        messages = normalise_messages(plain, template, shown.show, partial(_check_content, words))
     if described:
         messages = append_tool_prompt(messages, described, body.tool_prompt, template.uses_tools)
     continues = body.continue_final_message
@@ -224,12 +224,10 @@ def chat_job(
     return ChatJob(frame, continues and body.continue_final_message is None, continued, shown)
 
 
-def _check_texts(messages: list[dict[str, Any]], words: PictureWords) -> None:
-    for index, message in enumerate(messages):
-        content: object = message["content"]
-        parts = cast(list[dict[str, str]], content) if isinstance(content, list) else [{"text": str(content or "")}]
-        for part in parts:
-            words.check_text(part.get("text", ""), f"messages[{index}].content")
+def _check_content(words: PictureWords, place: int, content: object) -> None:
+    parts = cast(list[dict[str, str]], content) if isinstance(content, list) else [{"text": str(content or "")}]
+    for part in parts:
+        words.check_text(part.get("text", ""), f"messages[{place}].content")
 
 
 def _check_messages(messages: list[Message]) -> None:

@@ -5,8 +5,8 @@ On the way in, before `ChatTemplate.render`. Messages are plain dicts; the calle
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import takewhile
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from text_generation_inference.errors import ValidationError
@@ -31,8 +31,9 @@ Show = Callable[[Any], str | None]
 
 
 def _as_markdown(source: Any) -> str:
-    if isinstance(source, VideoSource):
-        raise ValidationError("`messages` holds a video, and this model takes none")
+    if not isinstance(source, str):  # with no address: what it holds is no text
+        what = "a video" if isinstance(source, VideoSource) else "a picture"
+        raise ValidationError(f"`messages` holds {what}, and this model takes none")
     return f"![]({source})"
 
 
@@ -40,6 +41,7 @@ def normalise_messages(
     messages: Sequence[Mapping[str, Any]],
     template: ChatTemplate | None = None,
     show: Show = _as_markdown,
+    check: Callable[[int, object], object] | None = None,
 ) -> list[dict[str, Any]]:
     """Contents as text and the arguments of calls as objects.
 
@@ -48,13 +50,21 @@ def normalise_messages(
     more, a developer is the system where it knows none, and a message that only calls has the empty content the
     template asks for. As in TGI all parts are one text: a template may read the first part alone, or no list.
 
-    `show` is called for each picture, in order, with where it is, and gives the text that stands for it; None leaves a
-    part `{"type": "image"}` to the template. Without it a picture is its address in Markdown, as in TGI: for a model
-    that does not see, a template's mark would stand for nothing.
+    `show` is called for each picture, in the order of the result, with where it is, and gives the text that stands for
+    it; None leaves a part `{"type": "image"}` to the template. Without it a picture is its address in Markdown, as in
+    TGI: for a model that does not see, a template's mark would stand for nothing. `check` is called for each content
+    of the result, with the place among `messages` that it comes from.
     """
-    normal = [_normalise(message, template, show) for message in messages]
-    several = any(len(message.get("tool_calls", ())) > 1 for message in normal)
-    return _one_call_each(normal) if several and template is not None and template.needs_single_calls else normal
+    arranged: Iterable[tuple[int, Mapping[str, Any]]] = enumerate(messages)
+    several = template is not None and any(len(_calls_of(message)) > 1 for message in messages)
+    if several and template is not None and template.needs_single_calls:
+        arranged = _one_call_each(messages)
+    normal: list[dict[str, Any]] = []
+    for place, message in arranged:
+        normal.append(_normalise(message, template, show))
+        if check is not None:
+            check(place, normal[-1]["content"])
+    return normal
 
 
 def text_of(content: object) -> str:
@@ -130,27 +140,43 @@ def _with_text(message: Mapping[str, Any], template: ChatTemplate | None, show: 
     return result
 
 
-def _one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of several calls as one for each, with what came of a call behind it."""
-    apart: list[dict[str, Any]] = []
-    results: list[dict[str, Any]] = []  # of calls that stand apart already
+def _field(message: object, name: str) -> object:
+    """Nothing of what is no message, which is refused in its turn."""
+    return cast(Mapping[str, object], message).get(name) if isinstance(message, Mapping) else None
+
+
+def _calls_of(message: object) -> Sequence[object]:
+    calls = _field(message, "tool_calls")
+    return cast(Sequence[object], calls) if isinstance(calls, list | tuple) else ()
+
+
+def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Messages of several calls as one for each, with what came of a call behind it; and their places before.
+
+    Of calls with the same id, or with none, each has one result, in order.
+    """
+    end = 0
     for place, message in enumerate(messages):
-        calls = message.get("tool_calls", ())
-        if any(message is result for result in results):
+        if place < end:  # a result, which stands behind its call
             continue
+        calls, end = _calls_of(message), place + 1
         if len(calls) < 2:
-            apart.append(message)
+            yield place, message
             continue
-        following = takewhile(lambda other: other.get("role") == "tool", messages[place + 1 :])
-        results = list(following)
-        left = results
-        for number, call in enumerate(calls):
-            first = message if number == 0 else {"role": message["role"], "content": ""}
-            of_call = [result for result in left if result.get("tool_call_id") == call.get("id")]
-            left = [result for result in left if result not in of_call]
-            apart += [{**first, "tool_calls": [call]}, *of_call]
-        apart += left
-    return apart
+        ids = [str(_field(call, "id")) for call in calls]
+        results: dict[str, deque[tuple[int, Mapping[str, Any]]]] = {name: deque() for name in ids}
+        others: deque[tuple[int, Mapping[str, Any]]] = deque()
+        while end < len(messages) and _field(messages[end], "role") == "tool":
+            results.get(str(_field(messages[end], "tool_call_id")), others).append((end, messages[end]))
+            end += 1
+        left = Counter(ids)
+        for number, (name, call) in enumerate(zip(ids, calls, strict=True)):
+            yield place, {**(message if number == 0 else {"role": message.get("role")}), "tool_calls": [call]}
+            left[name] -= 1
+            of_call = results[name]
+            for _ in range(min(1, len(of_call)) if left[name] else len(of_call)):
+                yield of_call.popleft()
+        yield from others
 
 
 def _join_parts(content: Iterable[Mapping[str, Any]], show: Show) -> list[dict[str, str]]:
