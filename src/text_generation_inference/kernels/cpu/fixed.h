@@ -268,7 +268,7 @@ INLINE void add_products(vi sums[3][3], const int digit, const vi *w, const int3
           "vpdpbusd %3, %5, %0\n\t"
           "vpdpbusd %3, %6, %1\n\t"
           "vpdpbusd %3, %7, %2"
-          : "+v"(sums[0][digit]), "+v"(sums[1][digit]), "+v"(sums[2][digit]), "=&v"(word)
+          : "+&v"(sums[0][digit]), "+&v"(sums[1][digit]), "+&v"(sums[2][digit]), "=&v"(word)
           : "m"(*x), "v"(w[0]), "v"(w[1]), "v"(w[2]));
 }
 
