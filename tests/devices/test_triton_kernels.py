@@ -16,6 +16,7 @@ from text_generation_inference.kernels import fp8, reference, slot_state
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.fp8 import FP8, Fp8Rows, Fp8Weight
 from text_generation_inference.kernels.head_norms import HeadNorms
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.kernels.slot_state import SlotState
 
 if importlib.util.find_spec("triton") is None:
@@ -479,6 +480,20 @@ def test_one_warp_only_where_its_registers_suffice() -> None:
 
     assert warps(1) == warps(8) == 1
     assert warps(9) == warps(16) == warps(4, async_copies=False) == 4
+
+
+@pytest.mark.parametrize(
+    ("capability", "takes"), [((8, 9), False), ((9, 0), True), ((10, 0), True), ((10, 3), True), ((12, 0), False)]
+)
+def test_tiles_in_bulk_only_where_there_is_room(
+    capability: tuple[int, int], takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    loaded = triton_ops.load_ops(1)
+    assert isinstance(loaded, Ops)
+    assert isinstance(loaded.attention, attention.PagedAttention)
+    assert loaded.attention.bulk_copies is takes
 
 
 @pytest.mark.parametrize("queries", [32, 64, 128])

@@ -132,7 +132,7 @@ class PagedAttention:
     ) -> None:
         self.num_processors = num_processors
         self.specialised = specialised  # `hopper_attention.attend`, where the GPU and Triton are made for it
-        self.bulk_copies = bulk_copies  # capability 9.0 or later
+        self.bulk_copies = bulk_copies  # capability 9.0 or later, with room for its tiles: see `has_room`
         self.async_copies = async_copies  # capability 8.0 or later
         self.workspace = Workspace()
         self.prompts: Callable[..., bool] | None = None  # another's kernel for prompts; False: not for this batch
