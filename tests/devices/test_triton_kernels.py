@@ -496,7 +496,16 @@ def test_tiles_in_bulk_only_where_there_is_room(
     assert loaded.attention.bulk_copies is takes
 
 
-@pytest.mark.parametrize("queries", [32, 64, 128])
+def test_gpus_before_8_0_have_small_tiles() -> None:
+    half, single = torch.float16, torch.float32
+    assert attention.choose_prefill(128, half, True, async_copies=False).queries == 64
+    assert attention.choose_prefill(256, half, True, async_copies=False) == PrefillChoice(32, 16, 4, 1)
+    assert attention.choose_prefill(256, single, False, async_copies=False) == PrefillChoice(16, 16, 4, 1)
+    assert attention.choose_decode(1, 8, 4, 256, single, single, 40, async_copies=False).block == 16
+    assert attention.choose_decode(1, 8, 4, 256, single, single, 40).block == 32
+
+
+@pytest.mark.parametrize("queries", [16, 32, 64, 128])
 @pytest.mark.parametrize("block", [16, 64])
 def test_any_tile_of_a_prompt(device: torch.device, queries: int, block: int) -> None:
     op = attention.PagedAttention(1)
