@@ -672,6 +672,7 @@ ELSEWHERE = [
     (75, chosen_prefill(128, prefix=True, async_copies=False)),
     (75, old_decode(256)),
     *((75, latent(16, prompts, False, dtype=torch.float16, capability=(7, 5))) for prompts in (False, True)),
+    *((86, latent(16, prompts, False, dtype=torch.float32)) for prompts in (False, True)),
     *((100, latent(128, prompts, False, capability=(10, 0))) for prompts in (False, True)),
 ]
 

@@ -15,6 +15,7 @@ from text_generation_inference.kernels.batch import Batch, PagedMeta
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
+from text_generation_inference.kernels.triton import latent as triton_latent
 from text_generation_inference.kernels.triton.latent import (
     LatentChoice,
     TritonLatentAttention,
@@ -174,6 +175,18 @@ def test_more_heads_than_a_program_has(device: torch.device) -> None:
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (10, 0)])
 def test_tiles_of_other_gpus(device: torch.device, capability: tuple[int, int]) -> None:
     check(device, BATCHES["mixed"], SMALL, torch.float16, TritonLatentAttention(4, capability))
+
+
+def test_wide_latents_in_float32_have_the_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The definition asks on the host which prompts there are, which a pass that is captured may not."""
+
+    def refuse(*_: object) -> Tensor:
+        raise AssertionError("the definition computes")
+
+    monkeypatch.setattr(triton_latent.reference, "latent_attention", refuse)
+    op, wide = TritonLatentAttention(4, (9, 0)), replace(SMALL, latent=136)
+    for is_captured in (False, True):
+        check(device, ([5, 33], [(3, 9), (0, 4)]), wide, torch.float32, op, is_captured)
 
 
 def test_real_sizes(device: torch.device) -> None:

@@ -108,6 +108,7 @@ class TritonLatentAttention:
         self.in_flight = in_flight  # `hopper_latent.decode`, where the GPU and Triton are made for it
         self._roomy = has_room(capability)
         self._capability = capability
+        self._largest_exact = 128 if (0, 0) < capability < (8, 0) else 512  # latents in float32
         # Set, they are used whatever the work: to measure others.
         self.decode_choice: LatentChoice | None = None
         self.prefill_choice: LatentChoice | None = None
@@ -127,7 +128,7 @@ class TritonLatentAttention:
         meta = batch.meta
         tokens, heads, _ = q.shape
         plain = q.shape[2] - cos_sin.shape[1]
-        fits = q.dtype is not torch.float32 or _pad(up.shape[2]) <= 128
+        fits = q.dtype is not torch.float32 or _pad(up.shape[2]) <= self._largest_exact
         if not isinstance(meta, PagedMeta) or meta.table_rows is None or not fits or cache.dtype is not q.dtype:
             return reference.latent_attention(q, latent, up, norm, cos_sin, batch, cache, scale)
         out = torch.empty((tokens, heads * (up.shape[1] - plain)), dtype=q.dtype, device=q.device)
