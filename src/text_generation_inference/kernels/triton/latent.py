@@ -202,7 +202,7 @@ class TritonLatentAttention:
         group = min(heads, choice.columns)
         queries = choice.columns // group
         sub = triton.cdiv(PREFILL_TILE, queries)
-        latent_prefill[(triton.cdiv(heads, group), tiles.shape[0] * sub)](
+        latent_prefill[(triton.cdiv(heads, group) * tiles.shape[0] * sub,)](  # the second dimension ends at 65,535
             q, cache, mixed, meta.block_tables, tiles, first, work.scale, q.stride(0), q.stride(1), mixed.stride(0),
             *cache.stride()[:2], meta.block_tables.stride(0), HEADS=heads, GROUP=group, QUERIES=queries,
             M=choice.columns, TILE_WORDS=tiles.shape[1], SUB=sub, **self._tiles(work, choice),
