@@ -31,7 +31,7 @@ def build(asked):
     # The larger tiles are only measured, on larger GPUs; tiles in bulk, of experts and of long rows are for those only.
     roomy |= values.get("BLOCK_N", 0) >= 128 or "bulk" in name or "grouped" in name
     roomy |= values.get("K_PAD", 0) > 16384 and values.get("BN", 0) > 1
-    room = 227 if roomy else 99
+    room = 64 if capability < 80 else 227 if roomy else 99
     assert compiled.metadata.shared <= room * 1024, "no room in the shared memory of smaller GPUs: " + shown
     assert not fast or capability < 90 or stack == "0", shown
     return shown

@@ -18,6 +18,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 from compile_program import PROGRAM
 
+from text_generation_inference.kernels.triton.attention import choose_decode, choose_prefill
 from text_generation_inference.kernels.triton.expert_tiles import Tiling, choose_tiling
 from text_generation_inference.kernels.triton.gemv import choose_shape as gemv_shape
 from text_generation_inference.kernels.triton.gemv_fp8 import Shape
@@ -346,11 +347,15 @@ LATENT_KEEP = {
 }  # fmt: skip
 
 
-def latent(heads: int, prompts: bool, roomy: bool, dependent: bool = False) -> tuple:
-    choice = choose_tiles(heads, torch.bfloat16, roomy, prompts)
+def latent(
+    heads: int, prompts: bool, roomy: bool, dependent: bool = False, dtype: torch.dtype = torch.bfloat16,
+    capability: tuple[int, int] | None = None,
+) -> tuple:  # fmt: skip
+    choice = choose_tiles(heads, dtype, capability or ((9, 0) if roomy else (8, 0)), prompts)
     group = min(heads, choice.columns)
+    name = {torch.bfloat16: BF16, torch.float16: "*fp16", torch.float32: FP32}[dtype]
     types = {
-        **dict.fromkeys(("q", "cache", "out"), BF16), "scale": "fp32", "tables": "*i32",
+        **dict.fromkeys(("q", "cache", "out"), name), "scale": "fp32", "tables": "*i32",
         **words("q_token q_head out_token c_block c_token table_stride"),
     }  # fmt: skip
     values = {
@@ -364,7 +369,8 @@ def latent(heads: int, prompts: bool, roomy: bool, dependent: bool = False) -> t
     else:
         types |= {**dict.fromkeys(("partial", "stats"), FP32), **dict.fromkeys(("table_rows", "seq_lens"), "*i32")}
         values |= {"SPLIT": True, "DEPENDENT": dependent}
-    options = {"num_warps": choice.warps, "num_stages": choice.stages, "fast": True, "roomy": roomy}
+    exact = dtype is torch.float32
+    options = {"num_warps": choice.warps, "num_stages": choice.stages, "fast": not exact, "roomy": roomy}
     return "latent_attention", "latent_prefill" if prompts else "latent_decode", types, values, options
 
 
@@ -651,12 +657,40 @@ def chosen_for(capability: int, every: bool) -> list[tuple]:
     return chosen
 
 
+def chosen_prefill(d: int, **more: bool) -> tuple:
+    choice = choose_prefill(d, torch.float16, **more)
+    return prefill("*fp16", choice.queries, choice.block, choice.warps, choice.stages, d=d, prefix=more["prefix"])
+
+
+def old_decode(d: int) -> tuple:
+    choice = choose_decode(1, 8, 4, d, torch.float32, torch.float32, 40, async_copies=False)
+    return decode(FP32, d=d, splits=choice.splits, block=choice.block, stages=choice.stages, fast=False)
+
+
+# By the choices for GPUs that have another amount of shared memory, or other tensor cores that take more of it.
+ELSEWHERE = [
+    (75, chosen_prefill(128, prefix=True, async_copies=False)),
+    (75, old_decode(256)),
+    *((75, latent(16, prompts, False, dtype=torch.float16, capability=(7, 5))) for prompts in (False, True)),
+    *((86, latent(16, prompts, False, dtype=torch.float32)) for prompts in (False, True)),
+    *((100, latent(128, prompts, False, capability=(10, 0))) for prompts in (False, True)),
+]
+
+
 @pytest.mark.timeout(1200)  # a hundred kernels
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile(capability: int, tmp_path: Path, device_name: str) -> None:
+    compile_all([(capability, case) for case in chosen_for(capability, device_name != "cpu")], tmp_path)
+
+
+@pytest.mark.timeout(600)
+def test_kernels_fit_into_other_gpus(tmp_path: Path) -> None:
+    compile_all(ELSEWHERE, tmp_path)
+
+
+def compile_all(asked: list[tuple[int, tuple]], tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    asked = [(capability, case) for case in chosen_for(capability, device_name != "cpu")]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         input=json.dumps(asked),

@@ -16,6 +16,7 @@ from text_generation_inference.kernels import fp8, reference, slot_state
 from text_generation_inference.kernels.batch import Batch, PagedMeta
 from text_generation_inference.kernels.fp8 import FP8, Fp8Rows, Fp8Weight
 from text_generation_inference.kernels.head_norms import HeadNorms
+from text_generation_inference.kernels.ops import Ops
 from text_generation_inference.kernels.slot_state import SlotState
 
 if importlib.util.find_spec("triton") is None:
@@ -481,7 +482,30 @@ def test_one_warp_only_where_its_registers_suffice() -> None:
     assert warps(9) == warps(16) == warps(4, async_copies=False) == 4
 
 
-@pytest.mark.parametrize("queries", [32, 64, 128])
+@pytest.mark.parametrize(
+    ("capability", "takes"), [((8, 9), False), ((9, 0), True), ((10, 0), True), ((10, 3), True), ((12, 0), False)]
+)
+def test_tiles_in_bulk_only_where_there_is_room(
+    capability: tuple[int, int], takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    loaded = triton_ops.load_ops(1)
+    assert isinstance(loaded, Ops)
+    assert isinstance(loaded.attention, attention.PagedAttention)
+    assert loaded.attention.bulk_copies is takes
+
+
+def test_gpus_before_8_0_have_small_tiles() -> None:
+    half, single = torch.float16, torch.float32
+    assert attention.choose_prefill(128, half, True, async_copies=False).queries == 64
+    assert attention.choose_prefill(256, half, True, async_copies=False) == PrefillChoice(32, 16, 4, 1)
+    assert attention.choose_prefill(256, single, False, async_copies=False) == PrefillChoice(16, 16, 4, 1)
+    assert attention.choose_decode(1, 8, 4, 256, single, single, 40, async_copies=False).block == 16
+    assert attention.choose_decode(1, 8, 4, 256, single, single, 40).block == 32
+
+
+@pytest.mark.parametrize("queries", [16, 32, 64, 128])
 @pytest.mark.parametrize("block", [16, 64])
 def test_any_tile_of_a_prompt(device: torch.device, queries: int, block: int) -> None:
     op = attention.PagedAttention(1)

@@ -15,6 +15,7 @@ from text_generation_inference.kernels.batch import Batch, PagedMeta
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
+from text_generation_inference.kernels.triton import latent as triton_latent
 from text_generation_inference.kernels.triton.latent import (
     LatentChoice,
     TritonLatentAttention,
@@ -171,8 +172,21 @@ def test_more_heads_than_a_program_has(device: torch.device) -> None:
         check(device, ([3, 40], [(5, 7)]), replace(SMALL, heads=heads), torch.float16, TritonLatentAttention(4, (9, 0)))
 
 
-def test_tiles_of_smaller_gpus(device: torch.device) -> None:
-    check(device, BATCHES["mixed"], SMALL, torch.float16, TritonLatentAttention(4, (8, 0)))
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (10, 0)])
+def test_tiles_of_other_gpus(device: torch.device, capability: tuple[int, int]) -> None:
+    check(device, BATCHES["mixed"], SMALL, torch.float16, TritonLatentAttention(4, capability))
+
+
+def test_wide_latents_in_float32_have_the_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The definition asks on the host which prompts there are, which a pass that is captured may not."""
+
+    def refuse(*_: object) -> Tensor:
+        raise AssertionError("the definition computes")
+
+    monkeypatch.setattr(triton_latent.reference, "latent_attention", refuse)
+    op, wide = TritonLatentAttention(4, (9, 0)), replace(SMALL, latent=136)
+    for is_captured in (False, True):
+        check(device, ([5, 33], [(3, 9), (0, 4)]), wide, torch.float32, op, is_captured)
 
 
 def test_real_sizes(device: torch.device) -> None:
@@ -201,5 +215,8 @@ def test_choices() -> None:
         64, 29, 15, 8, 4, 2, 2, 1, 1, 1,
     ]  # fmt: skip
     assert choose_splits(96, 132) == 4  # two would leave a quarter of the processors idle
-    assert choose_tiles(16, torch.bfloat16, roomy=True, prompts=False) == LatentChoice(16, 64, 4, 3)
-    assert choose_tiles(128, torch.bfloat16, roomy=True, prompts=False).columns == 32
+    assert choose_tiles(16, torch.bfloat16, (9, 0), prompts=False) == LatentChoice(16, 64, 4, 3)
+    assert choose_tiles(128, torch.bfloat16, (9, 0), prompts=False).columns == 32
+    for capability in ((8, 0), (8, 9), (10, 0), (10, 3), (12, 0)):
+        assert choose_tiles(128, torch.bfloat16, capability, prompts=True).block == 32
+    assert choose_tiles(16, torch.float16, (7, 5), prompts=True) == LatentChoice(8, 16, 4, 1)

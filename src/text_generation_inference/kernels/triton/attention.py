@@ -55,7 +55,8 @@ def choose_decode(
     """`async_copies`: what is loaded ahead needs no registers."""
     splits = num_splits(rows, kv_heads, num_processors)
     if dtype is torch.float32 or d_pad > 128:
-        return DecodeChoice(32, 4, 2, splits)
+        large = dtype is torch.float32 and d_pad > 128 and not async_copies  # for 64 KB of shared memory
+        return DecodeChoice(16 if large else 32, 4, 2, splits)
     one_warp = async_copies and group <= 8  # else its registers do not suffice
     if group == 1 and cache_dtype is FP8:
         # Lanes: tokens that one load of 16 bytes in each thread brings.
@@ -74,15 +75,21 @@ def choose_decode(
     return DecodeChoice(64, 2 if cache_dtype is FP8 else 4, 3, splits)
 
 
-def choose_prefill(d_pad: int, dtype: torch.dtype, prefix: bool, bulk: bool = False) -> PrefillChoice:
-    """`prefix`: some of the tokens are read from the cache; `bulk`: the copy engine can bring the others."""
+def choose_prefill(
+    d_pad: int, dtype: torch.dtype, prefix: bool, bulk: bool = False, async_copies: bool = True
+) -> PrefillChoice:
+    """`prefix`: some of the tokens are read from the cache; `bulk`: the copy engine can bring the others.
+
+    GPUs without `async_copies` have 64 KB of shared memory, and operands of all products in it."""
+    if not async_copies and d_pad > 128:
+        return PrefillChoice(16 if dtype is torch.float32 else 32, 16, 4, 1)
     if bulk and not prefix:
         return PrefillChoice(128, 64, 8, 3, bulk=True) if d_pad <= 128 else PrefillChoice(64, 32, 4, 2, bulk=True)
     if dtype is torch.float32:
         return PrefillChoice(32, 32, 4, 1)
     if d_pad > 128:
         return PrefillChoice(64, 32, 4, 2)
-    return PrefillChoice(PREFILL_TILE if prefix else 64, 32, 4, 3)
+    return PrefillChoice(PREFILL_TILE if prefix and async_copies else 64, 32, 4, 3)
 
 
 def num_splits(rows: int, kv_heads: int, num_processors: int) -> int:
@@ -132,7 +139,7 @@ class PagedAttention:
     ) -> None:
         self.num_processors = num_processors
         self.specialised = specialised  # `hopper_attention.attend`, where the GPU and Triton are made for it
-        self.bulk_copies = bulk_copies  # capability 9.0 or later
+        self.bulk_copies = bulk_copies  # capability 9.0 or later, with room for its tiles: see `has_room`
         self.async_copies = async_copies  # capability 8.0 or later
         self.workspace = Workspace()
         self.prompts: Callable[..., bool] | None = None  # another's kernel for prompts; False: not for this batch
@@ -292,7 +299,7 @@ class PagedAttention:
             return
         choice = self.prefill_choice
         if choice is None or (choice.bulk and prefix):
-            choice = choose_prefill(d_pad, q.dtype, prefix, bulk)
+            choice = choose_prefill(d_pad, q.dtype, prefix, bulk, self.async_copies)
         sub = PREFILL_TILE // choice.queries
         launched = {
             "TILE_WORDS": tiles.shape[1], "SUB": sub, "M": choice.queries, "BLOCK_N": choice.block,

@@ -41,11 +41,14 @@ class LatentChoice:
     stages: int
 
 
-def choose_tiles(heads: int, dtype: torch.dtype, roomy: bool, prompts: bool) -> LatentChoice:
-    """`roomy`: a GPU with as much shared memory as data centres have."""
+def choose_tiles(heads: int, dtype: torch.dtype, capability: tuple[int, int], prompts: bool) -> LatentChoice:
+    """The largest are for 9.0: on 10.0 operands of its tensor cores leave no room for them. Before 8.0 there are 64 KB
+    of shared memory, and operands of all products in it."""
+    if (0, 0) < capability < (8, 0):
+        return LatentChoice(8, 16, 4, 1)
     if dtype is torch.float32:
         return LatentChoice(16, 16, 4, 1)
-    if not roomy:
+    if capability != (9, 0):
         return LatentChoice(32, 32, 8, 2) if prompts else LatentChoice(16, 32, 4, 2)
     return LatentChoice(32, 64, 8, 3) if prompts or heads > 16 else LatentChoice(16, 64, 4, 3)
 
@@ -104,6 +107,8 @@ class TritonLatentAttention:
         self._num_processors = num_processors
         self.in_flight = in_flight  # `hopper_latent.decode`, where the GPU and Triton are made for it
         self._roomy = has_room(capability)
+        self._capability = capability
+        self._largest_exact = 128 if (0, 0) < capability < (8, 0) else 512  # latents in float32
         # Set, they are used whatever the work: to measure others.
         self.decode_choice: LatentChoice | None = None
         self.prefill_choice: LatentChoice | None = None
@@ -123,7 +128,7 @@ class TritonLatentAttention:
         meta = batch.meta
         tokens, heads, _ = q.shape
         plain = q.shape[2] - cos_sin.shape[1]
-        fits = q.dtype is not torch.float32 or _pad(up.shape[2]) <= 128
+        fits = q.dtype is not torch.float32 or _pad(up.shape[2]) <= self._largest_exact
         if not isinstance(meta, PagedMeta) or meta.table_rows is None or not fits or cache.dtype is not q.dtype:
             return reference.latent_attention(q, latent, up, norm, cos_sin, batch, cache, scale)
         out = torch.empty((tokens, heads * (up.shape[1] - plain)), dtype=q.dtype, device=q.device)
@@ -169,7 +174,7 @@ class TritonLatentAttention:
         """Rows with one query, the first of the batch, to what is expanded of them."""
         meta: PagedMeta = work.batch.meta
         rows, heads, size, cache = q.shape[0], q.shape[1], work.latent_dim, work.cache
-        choice = self.decode_choice or choose_tiles(heads, q.dtype, self._roomy, prompts=False)
+        choice = self.decode_choice or choose_tiles(heads, q.dtype, self._capability, prompts=False)
         groups = triton.cdiv(heads, choice.columns)
         splits = self.splits or choose_splits(rows * groups, self._num_processors)
         partial = stats = mixed
@@ -193,11 +198,11 @@ class TritonLatentAttention:
     def _prefill(self, work: _Pass, q: Tensor, mixed: Tensor, tiles: Tensor, first: int) -> None:
         meta: PagedMeta = work.batch.meta
         heads, cache = q.shape[1], work.cache
-        choice = self.prefill_choice or choose_tiles(heads, q.dtype, self._roomy, prompts=True)
+        choice = self.prefill_choice or choose_tiles(heads, q.dtype, self._capability, prompts=True)
         group = min(heads, choice.columns)
         queries = choice.columns // group
         sub = triton.cdiv(PREFILL_TILE, queries)
-        latent_prefill[(triton.cdiv(heads, group), tiles.shape[0] * sub)](
+        latent_prefill[(triton.cdiv(heads, group) * tiles.shape[0] * sub,)](  # the second dimension ends at 65,535
             q, cache, mixed, meta.block_tables, tiles, first, work.scale, q.stride(0), q.stride(1), mixed.stride(0),
             *cache.stride()[:2], meta.block_tables.stride(0), HEADS=heads, GROUP=group, QUERIES=queries,
             M=choice.columns, TILE_WORDS=tiles.shape[1], SUB=sub, **self._tiles(work, choice),

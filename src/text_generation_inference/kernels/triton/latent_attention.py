@@ -113,7 +113,9 @@ def latent_prefill(
 
     q and out begin with token `first_token` of the batch.
     """
-    group, place = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)  # what sees most is done first
+    GROUPS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
+    group = tl.program_id(0) % GROUPS
+    place = (tl.num_programs(0) - 1 - tl.program_id(0)) // GROUPS  # what sees most is done first
     tile, first = tiles + place // SUB * TILE_WORDS, place % SUB * QUERIES
     slot, token = tl.load(tile).to(tl.int64), (tl.load(tile + 1) - first_token).to(tl.int64)
     position, count = tl.load(tile + 2), tl.load(tile + 3)

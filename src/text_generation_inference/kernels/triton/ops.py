@@ -32,7 +32,7 @@ def load_ops(num_processors: int, description: str = "", flashinfer: bool = Fals
     capability = (major, minor)
     paged_attention = attention.PagedAttention(
         num_processors,
-        bulk_copies=capability >= (9, 0),
+        bulk_copies=has_room(capability),
         async_copies=capability >= (8, 0),
         specialised=specialised(capability),
     )
