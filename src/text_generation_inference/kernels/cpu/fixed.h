@@ -290,17 +290,20 @@ INLINE void fixed_tile(const int kind, const int rows, const int packed, const i
   }
 }
 
-// Vector `v` of a group. What lies `ahead` bytes further is asked for.
-INLINE void fixed_expand_group(const int kind, const char *panel, long g, int v, vi table, long ahead, vi w[8][3]) {
+// Vector `v` of a group.
+INLINE void fixed_expand_group(const int kind, const char *panel, long g, int v, vi table, vi w[8][3]) {
   const char *high = group_at(kind, panel, g) + scales_bytes(kind), *values = high + high_bytes(kind);
   UNROLL for (int part = 0; part < 4; part++) {
     vi pair[2];
     fixed_expand(kind, high, values, part, v, table, pair);
     UNROLL for (int i = 0; i < 2; i++) w[2 * part + i][v] = pair[i];
   }
-  if (ahead)
-    UNROLL for (int word = 0; word < 4 * word_count(kind); word++)
-      __builtin_prefetch(values + ahead + (word * PANEL + v * VL) * 4, 0, 0);
+}
+
+// Ask for what lies `ahead` bytes behind vector `v` of a group.
+INLINE void fixed_ask(const int kind, const char *panel, long g, long v, long ahead) {
+  const char *values = group_at(kind, panel, g) + scales_bytes(kind) + high_bytes(kind) + ahead + v * VL * 4;
+  UNROLL for (int word = 0; word < 4 * word_count(kind); word++) __builtin_prefetch(values + word * PANEL * 4, 0, 0);
 }
 
 // Four rows or more, added to sums [rows][PANEL].
@@ -309,24 +312,32 @@ INLINE void fixed_many(const int kind, long span, const char *panel, long k, con
   const vi table = fixed_table(kind, panel);
   for (long g = 0; g < groups; g += span) {
     const long count = is_single(kind) ? 1 : groups - g < span ? groups - g : span;
-    // The same place of the next span, or of the fourth group from here: each vector asks for its own, so that not too much is
-    // asked for at once.
-    const int spread = is_bytes(kind) || !is_single(kind);
-    const long ahead = !spread ? 0 : is_single(kind) ? 4 * group_bytes(kind) : span * group_bytes(kind) + header_bytes(kind);
-    if (!spread) fixed_fetch(kind, 1, panel, g);
-    if (spread && is_single(kind)) fetch(group_at(kind, panel, g) + ahead);
+    // Of spans the same place of the next one, with what is expanded; of bytes the fourth group from here, a vector with each
+    // pair of rows, so that not too much is asked for at once.
+    const int pairs_ask = is_single(kind) && is_bytes(kind);
+    const long ahead = is_single(kind) ? 4 * group_bytes(kind) : span * group_bytes(kind) + header_bytes(kind);
+    if (pairs_ask)
+      fetch(group_at(kind, panel, g) + ahead);
+    else if (is_single(kind))
+      fixed_fetch(kind, 1, panel, g);
     vf d[3][2], m[3];
     vi w[FIXED_SPAN][8][3];
     UNROLL for (int v = 0; v < 3; v++)
       UNROLL for (int half = 0; half < halves(kind); half++) load_centered(kind, panel, g, half, v, &d[v][half], &m[v]);
     NO_UNROLL for (long i = 0; i < count; i++)
-      UNROLL for (int v = 0; v < 3; v++) fixed_expand_group(kind, panel, g + i, v, table, ahead, w[i]);
-    long row = 0;
+      UNROLL for (int v = 0; v < 3; v++) {
+        fixed_expand_group(kind, panel, g + i, v, table, w[i]);
+        if (!is_single(kind)) fixed_ask(kind, panel, g + i, v, ahead);
+      }
+    long row = 0, asked = pairs_ask ? 0 : 3;
     const int32_t *at = x + g * FIXED_ROWS * FIXED_WORDS;
     NO_UNROLL for (; row + FIXED_ROWS <= rows; row += FIXED_ROWS, at += FIXED_ROWS * next)
-      NO_UNROLL for (long pair = 0; pair < FIXED_ROWS; pair += 2)
+      NO_UNROLL for (long pair = 0; pair < FIXED_ROWS; pair += 2) {
+        if (asked < 3) fixed_ask(kind, panel, g, asked++, ahead);
+        if (asked == 2 && rows < 2 * FIXED_ROWS) fixed_ask(kind, panel, g, asked++, ahead);
         UNROLL for (int half = 0; half < halves(kind); half++)
           fixed_tile(kind, 2, FIXED_ROWS, half, count, w, at + pair, d, m, sums + (row + pair) * PANEL);
+      }
     at = x + row * next + g * FIXED_WORDS;
     NO_UNROLL for (; row < rows; row++, at += next)
       UNROLL for (int half = 0; half < halves(kind); half++)
